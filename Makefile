@@ -1,0 +1,31 @@
+# make demo: build the speaking demo in int4, speak a sentence, clone a voice.  make test: everything that CI runs.
+VENV ?= .venv
+PYTHON ?= python3
+PY := $(VENV)/bin/python
+DEMO_BUILD := onnx/demo_cpu_int4
+SENTENCE ?= Green apple open window happy monday.
+VOICE ?= female
+
+.PHONY: demo test clean
+
+$(VENV)/.built: requirements.txt requirements-run.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet -r requirements.txt
+	touch $@
+
+$(VENV)/.tested: $(VENV)/.built requirements-dev.txt
+	$(PY) -m pip install --quiet -r requirements-dev.txt
+	touch $@
+
+demo: $(VENV)/.built
+	$(PY) optimize.py --checkpoint demo --device cpu --precision int4 --output $(DEMO_BUILD)
+	mkdir -p out
+	$(PY) inference.py --model-path $(DEMO_BUILD) --text "$(SENTENCE)" --seed 1 --out out/demo.wav
+	$(PY) inference.py --model-path $(DEMO_BUILD) --text "$(SENTENCE)" --seed 1 --out out/demo_clone.wav \
+		--ref-audio demo/voices/$(VOICE).wav --ref-text "$$(cat demo/voices/$(VOICE).txt)"
+
+test: $(VENV)/.tested
+	$(PY) -m pytest
+
+clean:
+	rm -rf out $(DEMO_BUILD) .pytest_cache .hypothesis

@@ -1,0 +1,77 @@
+"""Build: checkpoint -> onnx/<device>_<precision>/, one ONNX graph a part, and a manifest that tells running all it needs."""
+
+import argparse
+import json
+import sys
+import time
+from pathlib import Path
+
+from voxport.build import higgs
+from voxport.build.download import DEFAULT_ID, find_checkpoint
+from voxport.errors import DONE, UserError, run_script, say
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="optimize.py", description=__doc__)
+    p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the build will run (default: cpu)")
+    p.add_argument("--precision", choices=("int4", "fp16", "fp32"), default="int4",
+                   help="of the language model's weights; the codec is always fp32 (default: int4)")  # fmt: skip
+    p.add_argument("--checkpoint", default=DEFAULT_ID, metavar="ID|DIR|demo",
+                   help=f"hub id, folder, or 'demo' for the small one that comes with the toolkit (default: {DEFAULT_ID})")  # fmt: skip
+    p.add_argument("--codec-from", type=Path, metavar="DIR", help="checkpoint folder that lends its codec to one without")
+    p.add_argument("--output", type=Path, metavar="DIR", help="build folder (default: onnx/<device>_<precision>)")
+    p.add_argument("--components", type=component_list, default=higgs.COMPONENTS, metavar="A,B",
+                   help=f"parts to build, of {','.join(higgs.COMPONENTS)} (default: all)")  # fmt: skip
+    p.add_argument("--rope-table", choices=("bf16", "exact"), default="bf16",
+                   help="round the rotary cos and sin tables to bf16 values as the published engine does, or not (default: bf16)")  # fmt: skip
+    p.add_argument("--heads-precision", choices=("fp32", "fp16", "int8", "int4"),
+                   help="of the audio heads; below fp16 they choose other codes now and then (default: fp32, cuda fp16)")  # fmt: skip
+    p.add_argument("--skip-download", action="store_true", help="use what lies in model/ and stay off the network")
+    p.add_argument("--skip-extract", action="store_true", help="reuse the Qwen3 checkpoint kept by --keep-intermediate")
+    p.add_argument("--keep-intermediate", action="store_true", help="keep <output>/.build with the extracted Qwen3 checkpoint")
+    p.add_argument("--json", action="store_true", help="print one object about the build on stdout")
+    return p
+
+
+def component_list(text: str) -> tuple[str, ...]:
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    unknown = [name for name in names if name not in higgs.COMPONENTS]
+    if unknown or not names:
+        raise argparse.ArgumentTypeError(f"unknown part {unknown[0] if unknown else text!r}; choose from {', '.join(higgs.COMPONENTS)}")
+    return names
+
+
+def build(builder: higgs.Builder, components: tuple[str, ...]) -> dict[str, float]:
+    """Make each part, say so, and return seconds a part (0 for one that was up to date)."""
+    seconds = {}
+    for name in components:
+        start = time.perf_counter()
+        made = builder.build(name)
+        seconds[name] = round(time.perf_counter() - start, 2) if made else 0.0
+        size = sum(record.bytes for record in builder.folder.manifest.parts[name].files.values())
+        say(f"{name:16} {size / 1e6:9.1f} MB  {f'{seconds[name]:.1f} s' if made else 'up to date'}")
+    builder.finish()
+    return seconds
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    recipe = higgs.Recipe(args.device, args.precision, args.heads_precision, args.rope_table)
+    output = args.output or Path("onnx") / f"{args.device}_{args.precision}"
+    if output.exists() and not output.is_dir():
+        raise UserError(f"--output {output} is a file; name a folder")
+    found = find_checkpoint(args.checkpoint, Path("model"), args.skip_download)
+    builder = higgs.open_build(found, recipe, output, args.codec_from, args.skip_extract)
+    say(f"licence of the weights: {builder.folder.manifest.licence.name}")
+    seconds = build(builder, args.components)
+    if not args.keep_intermediate:
+        builder.folder.clean()
+    say(f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav")
+    if args.json:
+        parts = {n: sum(r.bytes for r in p.files.values()) for n, p in builder.folder.manifest.parts.items()}
+        print(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}))
+    return DONE
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

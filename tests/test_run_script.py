@@ -1,0 +1,105 @@
+"""inference.py: what the command line refuses, how, and that it does so before the model is touched."""
+
+import json
+
+import pytest
+from run_fakes import make_manifest
+
+import inference
+from voxport.errors import run_script
+
+
+@pytest.fixture
+def build(tmp_path):
+    """A folder with a manifest and nothing else: whatever gets as far as loading a part fails in another way."""
+    folder = tmp_path / "build"
+    folder.mkdir()
+    make_manifest().write(folder)
+    return folder
+
+
+def run(*arguments):
+    return run_script(inference.main, [str(argument) for argument in arguments])
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        " ",
+        "\n",
+        "\u200b",
+        "...",
+        "🙂",
+        "\ufeff",
+        "\0",
+        "<|emotion:anger|>",
+        "a <|audio|>",
+        "a <|calm|>",
+        "a <tool_call>",
+    ],
+)
+def test_text_that_cannot_be_spoken_ends_with_two_and_one_line(text, build, tmp_path, capsys):
+    assert run("--text", text, "--out", tmp_path / "x.wav", "--model-path", build) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    assert [item.name for item in tmp_path.iterdir()] == ["build"]
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--text", "Hi"], "--text and --out are needed"),
+        (["--out", "x.wav"], "--text and --out are needed"),
+        (["--text", "Hi", "--out", "x.mp3"], "must end in .wav"),
+        (["--text", "Hi", "--out", "no/folder/x.wav"], "no/folder/x.wav"),
+        (["--text", "Hi", "--out", "x.wav", "--save-codes", "x.txt"], "must end in .npz"),
+        (["--text", "Hi", "--out", "x.wav", "--ref-audio", "no.wav"], "no.wav does not exist"),
+        (["--text", "Hi", "--out", "x.wav", "--max-frames", "0"], "--max-frames"),
+        (["--text", "Hi", "--out", "x.wav", "--provider", "gpu"], "unknown provider 'gpu'"),
+        (["--text", "Hi", "--out", "x.wav", "--threads", "0"], "--threads"),
+        (["--text", "Hi", "--out", "x.wav", "--temperature", "nan"], "--temperature"),
+        (["--text", "Hi", "--out", "x.wav", "--seed", "-4"], "--seed"),
+        (["--text", "Hi", "--out", "x.wav"], "lists no tokenizer.json"),
+        (["--selftest"], "is missing"),
+    ],
+)
+def test_wrong_input_ends_with_two_and_names_the_remedy(arguments, message, build, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert run(*arguments, "--model-path", build) == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--ref-audio", "a.wav", "--ref-audio", "b.wav"],
+        ["--ref-audio", "a.wav", "b.wav"],
+        ["--ref-text", "a", "--ref-text", "b"],
+        ["--tags", "drop"],
+        ["--temp", "1"],
+    ],
+)
+def test_a_second_reference_and_unknown_flags_are_errors_of_the_parser(arguments, capsys):
+    with pytest.raises(SystemExit) as stop:
+        run("--text", "Hi", "--out", "x.wav", *arguments)
+    assert stop.value.code == 2
+    assert "error:" in capsys.readouterr().err
+
+
+def test_a_folder_without_a_manifest_is_no_build(tmp_path, capsys):
+    assert run("--text", "Hi", "--out", tmp_path / "x.wav", "--model-path", tmp_path) == 2
+    assert "optimize.py" in capsys.readouterr().err
+
+
+def test_every_flag_says_its_default_and_its_effect():
+    for action in inference.make_parser()._actions:
+        assert action.help and len(action.help) > 20, action.dest
+        assert action.help.isascii()
+
+
+def test_a_report_names_the_build(build):
+    from voxport.manifest import Manifest
+
+    report = inference.report_build(build, Manifest.read(build))
+    assert json.loads(json.dumps(report))["target"] == "cpu_fp32"

@@ -1,0 +1,1 @@
+"""PyTorch side: checkpoint to a folder of ONNX parts."""

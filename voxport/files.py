@@ -1,0 +1,73 @@
+"""Files that are whole or absent: hashes, atomic writes, names that stay inside their folder."""
+
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from voxport.errors import UserError
+
+HASH_CHUNK = 1 << 20  # bytes read at a time: large enough to be I/O bound, small enough for any machine
+
+
+def sha256_file(path: Path) -> str:
+    """SHA-256 of a file's bytes in lowercase hex, read in chunks."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as file:
+        while chunk := file.read(HASH_CHUNK):
+            digest.update(chunk)
+    return digest.hexdigest()
+
+
+def check_plain_name(name: str, where: str) -> str:
+    """Return `name` if it is a bare file name; a separator, a drive, `.` or `..` is a UserError naming `where`."""
+    bad = not isinstance(name, str) or not name or name in (".", "..") or any(c in name for c in "/\\:\0")
+    if bad:
+        raise UserError(f"{where}: {name!r} is not a plain file name; files must lie in the folder itself")
+    return name
+
+
+@contextmanager
+def atomic_path(path: Path) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it takes the final name, on any failure it is removed."""
+    path = Path(path)
+    try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.stem}.", suffix=f".tmp{path.suffix}", dir=path.parent)
+    except OSError as error:
+        raise UserError(f"cannot write {path}: {error.strerror}; choose a folder that exists and is writable") from error
+    os.close(handle)
+    temporary = Path(name)
+    try:
+        yield temporary
+        os.chmod(temporary, 0o666 & ~_umask())
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _umask() -> int:
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write `value` as UTF-8 JSON with a final newline, atomically."""
+    with atomic_path(path) as temporary:
+        temporary.write_text(json.dumps(value, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
+
+
+def read_json(path: Path, what: str) -> dict:
+    """Read a JSON object. A missing file, bad UTF-8, bad JSON or another type is a UserError naming `what` and the file."""
+    try:
+        value = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise UserError(f"{what}: {path} does not exist") from None
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, RecursionError) as error:
+        raise UserError(f"{what}: {path} cannot be read as JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{what}: {path} must hold a JSON object, not {type(value).__name__}")
+    return value

@@ -1,0 +1,1 @@
+"""NumPy and ONNX Runtime side: a folder of ONNX parts to speech."""

@@ -1,0 +1,201 @@
+"""ONNX Runtime sessions that run where they were asked to run, from files that are what the build recorded."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import onnxruntime as ort
+from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
+
+from voxport.errors import UserError, WorkError
+from voxport.manifest import Manifest, verify_files
+
+CPU = "CPUExecutionProvider"
+CUDA = "CUDAExecutionProvider"
+SHORT_NAMES = {"cpu": CPU, "cuda": CUDA, "dml": "DmlExecutionProvider", "coreml": "CoreMLExecutionProvider"}
+MEMORY = {CUDA: "cuda"}  # where a provider keeps its tensors; all others exchange them through host memory
+REMEDIES = {
+    CUDA: "pip install onnxruntime-gpu in place of onnxruntime, with the CUDA and cuDNN versions that it needs",
+    "DmlExecutionProvider": "pip install onnxruntime-directml in place of onnxruntime (Windows only)",
+    "CoreMLExecutionProvider": "pip install onnxruntime on macOS",
+}
+NUMPY_TYPES = {
+    "tensor(float)": np.float32,
+    "tensor(float16)": np.float16,
+    "tensor(double)": np.float64,
+    "tensor(int32)": np.int32,
+    "tensor(int64)": np.int64,
+    "tensor(bool)": np.bool_,
+}
+# ONNX Runtime's own exceptions share no base class but Exception
+ORT_ERRORS = (RuntimeError, ValueError, MemoryError) + tuple(
+    kind for kind in vars(ort_state).values() if isinstance(kind, type) and issubclass(kind, Exception)
+)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """Where graphs run: an ONNX Runtime provider, CPU threads, and whether the CPU may stand in for the provider."""
+
+    provider: str
+    threads: int
+    allow_fallback: bool = False
+
+    @classmethod
+    def choose(cls, provider: str | None, threads: int | None, allow_fallback: bool, device: str) -> Engine:
+        """Complete a request: no provider means the `device` that the build is for, no threads means every usable core."""
+        threads = usable_cores() if threads is None else threads
+        if threads < 1:
+            raise UserError(f"--threads must be at least 1, not {threads}")
+        return cls(full_name(provider or device), threads, allow_fallback)
+
+
+def full_name(provider: str) -> str:
+    """`cuda` -> `CUDAExecutionProvider`; full names pass; anything else is a UserError listing the choices."""
+    known = {name.lower(): name for name in (*SHORT_NAMES.values(), *ort.get_all_providers())}
+    name = SHORT_NAMES.get(provider.lower()) or known.get(provider.lower())
+    if name is None:
+        raise UserError(f"unknown provider {provider!r}; choose {', '.join(SHORT_NAMES)} or a full ONNX Runtime name")
+    return name
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on: a container or taskset often allows fewer than the machine has."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def open_session(path: Path, engine: Engine) -> ort.InferenceSession:
+    """A session on exactly the provider asked for, or a UserError saying what was asked, got and available."""
+    available = ort.get_available_providers()
+    if engine.provider not in available and not engine.allow_fallback:
+        raise _refusal(engine.provider, "nothing", available)
+    if engine.provider == CUDA and CUDA in available:
+        ort.preload_dlls()  # finds the CUDA and cuDNN wheels of pip without LD_LIBRARY_PATH
+    wanted = [name for name in dict.fromkeys((engine.provider, CPU)) if name in available]
+    try:
+        # enable_fallback is ONNX Runtime's own quiet retry on the CPU
+        session = ort.InferenceSession(str(path), _options(engine), providers=wanted, enable_fallback=0)
+    except ORT_ERRORS as error:
+        raise WorkError(f"{path} cannot be loaded on {wanted[0]}: {_first_line(error)}") from error
+    got = session.get_providers()[0]
+    if got != engine.provider and not engine.allow_fallback:
+        raise _refusal(engine.provider, got, available)
+    return session
+
+
+def _refusal(asked: str, got: str, available: list[str]) -> UserError:
+    remedy = REMEDIES.get(asked, "install an onnxruntime that has it")
+    return UserError(
+        f"asked for {asked}, got {got} (available here: {', '.join(available)}); {remedy}, "
+        "or choose --provider cpu, or pass --allow-fallback to run on the CPU"
+    )
+
+
+def _options(engine: Engine) -> ort.SessionOptions:
+    options = ort.SessionOptions()
+    options.intra_op_num_threads = engine.threads
+    options.inter_op_num_threads = 1
+    options.log_severity_level = 3  # errors only: warnings about node placement are not the user's concern
+    return options
+
+
+def _first_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+
+
+class Graph:
+    """One loaded part: feeds are cast to what the graph declares, outputs come back by name."""
+
+    def __init__(self, session, name: str):
+        self.session = session
+        self.name = name
+        self.provider = session.get_providers()[0]
+        self.input_types = {value.name: self._numpy_type(value.type) for value in session.get_inputs()}
+        self.output_types = {value.name: self._numpy_type(value.type) for value in session.get_outputs()}
+
+    @property
+    def memory(self) -> str:
+        """ONNX Runtime's name of the memory in which this graph's provider keeps tensors."""
+        return MEMORY.get(self.provider, "cpu")
+
+    def require(self, inputs: list[str], outputs: list[str]) -> None:
+        """UserError naming the first input or output that the graph lacks."""
+        missing = [n for n in inputs if n not in self.input_types] + [n for n in outputs if n not in self.output_types]
+        if missing:
+            raise UserError(f"{self.name}: the graph has no {missing[0]!r}; build this part again with optimize.py")
+
+    def cast(self, name: str, value: np.ndarray) -> np.ndarray:
+        """`value` contiguous and in the dtype that input `name` declares."""
+        return np.ascontiguousarray(value, dtype=self.input_types[name])
+
+    def run(self, **feeds: np.ndarray) -> np.ndarray:
+        """Run once and return the first output. WorkError names part and provider when the kernel fails."""
+        self.require(list(feeds), [])
+        with self.explained():
+            return self.session.run(None, {name: self.cast(name, value) for name, value in feeds.items()})[0]
+
+    @contextmanager
+    def explained(self) -> Iterator[None]:
+        """An ONNX Runtime error inside becomes a WorkError naming part and provider."""
+        try:
+            yield
+        except ORT_ERRORS as error:
+            raise WorkError(f"{self.name} failed on {self.provider}: {_first_line(error)}") from error
+
+    def _numpy_type(self, onnx_type: str) -> type:
+        if onnx_type not in NUMPY_TYPES:
+            raise UserError(f"{self.name}: {onnx_type} cannot be fed from NumPy; build this part in another precision")
+        return NUMPY_TYPES[onnx_type]
+
+
+class Parts:
+    """The graphs of a build folder, each verified against the manifest and loaded when it is first asked for."""
+
+    def __init__(self, folder: Path, manifest: Manifest, engine: Engine):
+        self.folder = Path(folder)
+        self.manifest = manifest
+        self.engine = engine
+        self._graphs: dict[str, Graph] = {}
+        self._lock = threading.Lock()
+
+    def __getitem__(self, name: str) -> Graph:
+        with self._lock:
+            if name not in self._graphs:
+                self._graphs[name] = self._load(name)
+            return self._graphs[name]
+
+    def load(self, *names: str) -> None:
+        """Load the parts called `names` now."""
+        for name in names:
+            self[name]
+
+    def providers(self) -> dict[str, str]:
+        """The provider on which each loaded part really runs."""
+        with self._lock:
+            return {name: graph.provider for name, graph in self._graphs.items()}
+
+    def _load(self, name: str) -> Graph:
+        part = self.manifest.part(name)
+        verify_files(self.folder, part.files)
+        graph = Graph(open_session(self.folder / part.graph, self.engine), name)
+        graph.require([value.name for value in part.inputs], [value.name for value in part.outputs])
+        return graph
+
+
+def check_alive(values: np.ndarray, what: str, graph: Graph) -> np.ndarray:
+    """Return `values`; WorkError if they are all zero or hold NaN or Inf, as a broken kernel returns them."""
+    fault = "only zeros" if not values.any() else "NaN or Inf" if not np.isfinite(values).all() else None
+    if fault:
+        raise WorkError(
+            f"{graph.name} on {graph.provider} returned {fault} as {what}: this provider miscomputes this build; "
+            "run diagnose_cuda.py to find the operator, or speak with --provider cpu"
+        )
+    return values
