@@ -3,7 +3,7 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 DEMO_BUILD := onnx/demo_cpu_int4
-SENTENCE ?= Green apple open window happy monday.
+SENTENCE ?= Happy tiger travel under green mountain.
 VOICE ?= female
 
 .PHONY: demo test clean

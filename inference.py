@@ -1,108 +1,111 @@
 #!/usr/bin/env python3
-"""Speak from a build folder: text, and perhaps a voice to clone, to a WAV file. Needs neither torch nor transformers."""
+"""Speak from a build folder: text, and perhaps a voice to clone, to a sound file. Needs neither torch nor transformers."""
 
 import argparse
+import dataclasses
 import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, UserError, run_script, say
+from voxport.errors import DONE, FAILED, UserError, WorkError, run_script, say
+from voxport.families import FAMILIES, Family, resolve
+from voxport.files import sha256_file, write_json
 from voxport.manifest import MANIFEST_NAME, Manifest
-from voxport.run.audio import check_output
+from voxport.progress import bar
+from voxport.run.cli import check_arguments, find_build, make_parser, read_form, read_wish
 from voxport.run.higgs import Speaker
+from voxport.run.lines import Recital, read_lines
+from voxport.run.longtext import part_budget
+from voxport.run.omnifish_script import OWN_FLAGS, refuse_flags
+from voxport.run.player import STDOUT, PipeClosed, open_player, silence_stdout
+from voxport.run.proof import FAIL, explain, verify_build
+from voxport.run.reading import Reading, plan, read, read_stream
+from voxport.run.request import check_wish
 from voxport.run.speech import Speech
-from voxport.run.text import TAG_POLICIES
-
-BUILDS = Path("onnx")
+from voxport.run.voices import Shelf
 
 
-class Once(argparse.Action):
-    """A flag that may be given once only: a second reference must not silently replace the first."""
-
-    def __call__(self, parser, namespace, value, option=None):
-        if getattr(namespace, self.dest) is not None:
-            parser.error(f"{option} was given more than once; this model takes exactly one")
-        setattr(namespace, self.dest, value)
-
-
-def make_parser() -> argparse.ArgumentParser:
-    """The command line. Defaults of None come from the build or are chosen at run time."""
-    parser = argparse.ArgumentParser(
-        prog="inference.py", description=__doc__, allow_abbrev=False, epilog="exit codes: 0 done, 1 failed, 2 wrong input"
-    )
-    add = parser.add_argument
-    add("--text", help="what to say, with control tags such as <|emotion:elation|> where the model knows them")
-    add("--out", metavar="WAV", help="file to write: mono, 16 bit, at the codec's rate; needed with --text")
-    add("--model-path", metavar="DIR", help=f"build folder (default: the only build under {BUILDS}/)")
-    add("--ref-audio", metavar="WAV", action=Once, help="voice to clone: any sound file, best 7 to 30 s, at most 100 s")
-    add("--ref-text", action=Once, help="exact transcript of --ref-audio (default: none, which clones less closely)")
-    add_sampling(parser)
-    add_machine(parser)
-    add("--tags", choices=TAG_POLICIES, default="error", help="what to do with unknown <|tags|> (default: error)")
-    add("--save-codes", metavar="NPZ", help="also write prompt_ids, rows, codes and, for a clone, reference_codes")
-    add("--json", action="store_true", help="print one JSON object about the run on stdout")
-    add("--selftest", action="store_true", help="verify every file, decode a fixed pattern of codes, and stop")
-    return parser
-
-
-def add_sampling(parser: argparse.ArgumentParser) -> None:
-    """Flags that change what is drawn."""
-    add = parser.add_argument
-    add("--temperature", type=float, help="0 takes the likeliest code; higher varies more (default: the build's, 0.8)")
-    add("--top-k", type=int, help="draw among this many likeliest codes, 0 is off (default: the build's, 30)")
-    add("--top-p", type=float, help="draw among codes that sum to this probability, 1 is off (default: the build's, 0.8)")
-    add("--seed", type=int, help="whole number; the same seed gives the same file (default: drawn, and printed)")
-    add("--max-frames", type=int, metavar="T", help="cut after T frames of 1/25 s (default: follows from the text's length)")
-
-
-def add_machine(parser: argparse.ArgumentParser) -> None:
-    """Flags that say where to run."""
-    add = parser.add_argument
-    add("--provider", help="cpu, cuda, dml, coreml or an ONNX Runtime name (default: the device of the build)")
-    add("--allow-fallback", action="store_true", help="run on the CPU if the provider cannot be had, instead of stopping")
-    add("--threads", type=int, help="CPU threads (default: every core that this process may use)")
-
-
-def find_build(model_path: str | None) -> Path:
-    """The folder given, or the only one under onnx/ that holds a manifest; UserError lists the choices otherwise."""
-    if model_path is not None:
-        return Path(model_path)
-    found = sorted(path.parent for path in BUILDS.glob(f"*/{MANIFEST_NAME}"))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")
-    raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in found)}")
-
-
-def check_arguments(arguments: argparse.Namespace) -> None:
-    """What can be said about the flags alone; UserError before any file is read."""
-    if arguments.selftest:
-        return
-    if arguments.text is None or arguments.out is None:
-        raise UserError("--text and --out are needed (or --selftest); see --help")
-    check_output(arguments.out, ".wav")
-    if arguments.save_codes is not None:
-        check_output(arguments.save_codes, ".npz")
-
-
-def speak(speaker: Speaker, arguments: argparse.Namespace) -> Speech:
-    """Say the text and write the files."""
-    speech = speaker.speak(
-        arguments.text,
-        ref_audio=arguments.ref_audio,
-        ref_text=arguments.ref_text,
-        temperature=arguments.temperature,
-        top_k=arguments.top_k,
-        top_p=arguments.top_p,
-        seed=arguments.seed,
-        max_frames=arguments.max_frames,
-        tags=arguments.tags,
-    )
-    speech.save(arguments.out)
+def speak(speaker: Speaker, shelf: Shelf, arguments: argparse.Namespace) -> dict:
+    """Say the text, as it comes or in one piece, and write the files."""
+    form, wish = read_form(arguments), read_wish(arguments, arguments.text)
+    if arguments.out is not None:
+        form.check(arguments.out, speaker.manifest.codec.sample_rate)
+    check_wish(wish, speaker.manifest)
+    name = arguments.save_voice or arguments.voice
+    if arguments.save_voice is not None:
+        voice = shelf.save(name, speaker, wish.ref_audio, wish.ref_text, wish.tags)
+        wish = dataclasses.replace(wish, ref_audio=None, ref_text=None, voice=voice)
+    elif arguments.voice is not None:
+        wish = dataclasses.replace(wish, voice=shelf.load(name, speaker))
+    speech = perform(speaker, wish, arguments)
+    if arguments.out is not None:
+        speech.save(arguments.out, form)
     if arguments.save_codes is not None:
         speech.save_codes(arguments.save_codes)
-    return speech
+    written = arguments.out or ("stdout" if arguments.stream == STDOUT else arguments.stream)
+    say(f"{written}: {speech.health_line()}")
+    return {"out": arguments.out, "stream": arguments.stream, "voice": name, "form": dataclasses.asdict(form), **speech.report()}
+
+
+def perform(speaker: Speaker, wish, arguments: argparse.Namespace) -> Speech | Reading:
+    """The speech of a wish; text longer than a part is read in parts."""
+    parts = plan(speaker, wish, part_budget(arguments.part_tokens, arguments.save_codes is not None))
+    if len(parts) > 1 and arguments.save_codes is not None:
+        raise UserError(f"--save-codes holds one part and this text makes {len(parts)}; raise --part-tokens or shorten it")
+    if arguments.stream is None:
+        return speaker.grant(wish) if len(parts) == 1 else read(speaker, wish, parts, arguments.batch)
+    stream = speaker.stream(wish) if len(parts) == 1 else read_stream(speaker, wish, parts)
+    with open_player(arguments.stream, stream.sample_rate, arguments.raw) as player:
+        for chunk in stream:
+            player.play(chunk)
+    return stream.speech
+
+
+def speak_lines(speaker: Speaker, shelf: Shelf, arguments: argparse.Namespace, build: dict) -> dict:
+    """Speak every line of a file into a folder; a line that fails is told and holds up no other."""
+    lines, wish = read_lines(arguments.input), read_wish(arguments, "")
+    if arguments.voice is not None:
+        wish = dataclasses.replace(wish, voice=shelf.load(arguments.voice, speaker))
+    recital = Recital(speaker, arguments.out_dir, wish, shelf, build, read_form(arguments))
+    counts = {"spoken": 0, "kept": 0, "failed": 0}
+    with bar(len(lines), "speaking", "line") as shown:
+        for outcome in recital.speak(lines, arguments.batch):
+            shown.update()
+            counts["failed" if outcome.error else "spoken" if outcome.speech else "kept"] += 1
+            if outcome.error:
+                say(f"line {outcome.line.number} ({outcome.line.name}): {outcome.error}")
+            elif outcome.speech:
+                say(f"{outcome.path}: {outcome.speech.health_line()}")
+    say(f"{arguments.out_dir}: {counts['spoken']} spoken, {counts['kept']} there before, {counts['failed']} failed")
+    return {"out_dir": arguments.out_dir, **counts}
+
+
+def tend_voices(shelf: Shelf, arguments: argparse.Namespace) -> dict:
+    """List the saved voices or forget one."""
+    if arguments.delete_voice is not None:
+        shelf.delete(arguments.delete_voice)
+        say(f"the voice {arguments.delete_voice} is forgotten")
+        return {"deleted": arguments.delete_voice}
+    voices = shelf.list()
+    for name, facts in voices.items():
+        say(facts.get("error") or f"{name}: {facts['seconds']:.1f} s, {facts['transcript'] or 'no transcript'}")
+    say(f"{len(voices)} voices in {shelf.folder}")
+    return {"voices": voices}
+
+
+def verify(folder: Path, arguments: argparse.Namespace) -> int:
+    """Replay the build's proof, a line a question; the first part that fails is named last, with the remedy."""
+    manifest = Manifest.read(folder)
+    verdicts = []
+    for verdict in verify_build(folder, manifest, arguments.provider, arguments.threads, arguments.allow_fallback):
+        say(f"{verdict.part:16} {verdict.what:13} {verdict.state:11} {verdict.says}")
+        verdicts.append(verdict)
+    failed = [verdict for verdict in verdicts if verdict.state == FAIL]
+    tell({"build": report_build(folder, manifest), "verify": [dataclasses.asdict(verdict) for verdict in verdicts]}, arguments)
+    if failed:
+        raise WorkError(explain(failed[0], manifest.proof))
+    say(f"verified: {len(verdicts)} answers as the build proved them")
+    return DONE
 
 
 def report_build(folder: Path, manifest: Manifest) -> dict:
@@ -114,14 +117,45 @@ def report_build(folder: Path, manifest: Manifest) -> dict:
         "source": source.id,
         "revision": source.revision,
         "created": manifest.created,
+        "manifest_sha256": sha256_file(folder / MANIFEST_NAME),
     }
+
+
+def tell(report: dict, arguments: argparse.Namespace) -> None:
+    """Write the report where --json says; stdout gives way to sound."""
+    if arguments.json == STDOUT:
+        say(json.dumps(report), sys.stderr if arguments.stream == STDOUT else sys.stdout)
+    elif arguments.json is not None:
+        write_json(Path(arguments.json), report)
+
+
+def speak_other(folder: Path, family: Family, arguments: argparse.Namespace) -> int:
+    """Speak from a build of another family than Higgs."""
+    report = {"build": report_build(folder, Manifest.read(folder))}
+    try:
+        report |= resolve(family.script)(folder, arguments)
+    except PipeClosed:
+        silence_stdout()
+        return DONE
+    tell(report, arguments)
+    return DONE
 
 
 def main(argv: list[str]) -> int:
     """Parse, check, speak, report."""
-    arguments = make_parser().parse_args(argv)
+    arguments = make_parser(__doc__).parse_args(argv)
     check_arguments(arguments)
+    shelf = Shelf(arguments.voices_dir)
+    if arguments.list_voices or arguments.delete_voice is not None:
+        tell(tend_voices(shelf, arguments), arguments)
+        return DONE
     folder = find_build(arguments.model_path)
+    if arguments.verify:
+        return verify(folder, arguments)
+    family = Manifest.read(folder).family
+    if FAMILIES[family].script is not None:
+        return speak_other(folder, FAMILIES[family], arguments)
+    refuse_flags(arguments, OWN_FLAGS, family)
     speaker = Speaker.load(
         folder,
         provider=arguments.provider,
@@ -132,15 +166,20 @@ def main(argv: list[str]) -> int:
     report = {"build": report_build(folder, speaker.manifest)}
     if arguments.selftest:
         report["selftest"] = test = speaker.selftest()
-        line = f"self test passed: {test['files']} files verified, {test['samples']} finite samples from {test['frames']} frames"
+        say(f"self test passed: {test['files']} files as built, {test['frames']} frames decoded and finite")
+    elif arguments.input is not None:
+        report |= speak_lines(speaker, shelf, arguments, report["build"])
+    elif arguments.text is None:
+        shelf.save(arguments.save_voice, speaker, arguments.ref_audio, arguments.ref_text, arguments.tags)
+        say(f"the voice {arguments.save_voice} is kept in {shelf.folder}")
     else:
-        speech = speak(speaker, arguments)
-        report |= {"out": arguments.out, **speech.report()}
-        line = f"{arguments.out}: {speech.health_line()}"
-    say(line)
-    if arguments.json:
-        say(json.dumps(report), sys.stdout)
-    return DONE
+        try:
+            report |= speak(speaker, shelf, arguments)
+        except PipeClosed:
+            silence_stdout()
+            return DONE
+    tell(report, arguments)
+    return FAILED if report.get("failed") else DONE
 
 
 if __name__ == "__main__":

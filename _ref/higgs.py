@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from _ref.qwen3 import ROPE_THETA as ROPE_THETA  # re-exported
-from _ref.qwen3 import feed_forward, rms_norm, rope_table, rope_theta, rotate
+from _ref.qwen3 import feed_forward, layer_shapes, rms_norm, rope_table, rope_theta, rotate
 
 TEXT_EMBEDDING = "tied.embedding.text_embedding.weight"
 AUDIO_EMBEDDING = "tied.embedding.modality_embeddings.0.embedding.weight"
@@ -106,18 +106,11 @@ class HiggsConfig:
 
 def body_shapes(config: HiggsConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that speaking needs apart from the codec."""
-    d, ffn, hd = config.hidden_size, config.intermediate_size, config.head_dim
-    q, kv = config.num_heads * hd, config.num_kv_heads * hd
-    layer = {
-        "input_layernorm": (d,), "post_attention_layernorm": (d,),
-        "self_attn.q_proj": (q, d), "self_attn.k_proj": (kv, d), "self_attn.v_proj": (kv, d), "self_attn.o_proj": (d, q),
-        "self_attn.q_norm": (hd,), "self_attn.k_norm": (hd,),
-        "mlp.gate_proj": (ffn, d), "mlp.up_proj": (ffn, d), "mlp.down_proj": (d, ffn),
-    }  # fmt: skip
+    d = config.hidden_size
     audio = (config.num_codebooks * config.audio_vocab_size, d)
     shapes = {TEXT_EMBEDDING: (config.text_vocab_size, d), AUDIO_EMBEDDING: audio, FINAL_NORM: (d,)}
     for i in range(config.num_layers):
-        shapes |= {f"{LAYER.format(i)}{name}.weight": shape for name, shape in layer.items()}
+        shapes |= {LAYER.format(i) + name: shape for name, shape in layer_shapes(config).items()}
     return shapes if config.tied_audio_head else shapes | {AUDIO_HEAD: audio}
 
 

@@ -37,6 +37,14 @@ def build(checkpoint: Path, output: Path, *flags: str) -> Path:
     return output
 
 
+@pytest.fixture(scope="session", autouse=True)
+def own_cache(tmp_path_factory):
+    """What builds have proved is remembered for this run only, and not in the user's cache."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VOXPORT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="session")
 def tiny_build(tmp_path_factory) -> Path:
     """fp32 CPU build of the golden tiny checkpoint, rotary tables rounded to bf16 (the default)."""

@@ -3,14 +3,15 @@
 The sizes are deliberately not the real model's, so that a number typed into voxport/run shows up as a failure.
 """
 
+import ctypes
 import dataclasses
+import math
 
 import numpy as np
-import onnxruntime as ort
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from voxport import manifest as m
-from voxport.run.session import Engine, Graph
+from voxport.run.session import Engine, Graph, Parts
 
 N, V, HOP, D, RATE = 3, 10, 7, 4, 1000  # codebooks, ids, samples a frame, hidden size, Hz
 CONTROL = ("<|emotion:elation|>", "<|emotion:anger|>", "<|prosody:pause|>", "<|prosody:long_pause|>", "<|sfx:laughter|>")
@@ -87,7 +88,7 @@ class FakeSession:
     def run(self, names, feeds):
         for name, value in feeds.items():
             assert str(value.dtype) == self.inputs[name], f"{name} was fed as {value.dtype}"
-        self.seen.append(feeds)
+        self.seen.append(dict(feeds))
         made = self.compute(feeds)
         return [made[name] for name in names or self.outputs]
 
@@ -95,48 +96,64 @@ class FakeSession:
         return FakeBinding()
 
     def run_with_iobinding(self, binding):
-        binding.made = self.run(binding.names, binding.feeds)
+        made = dict(zip(binding.targets, self.run(list(binding.targets), binding.feeds), strict=True))
+        for name, target in binding.targets.items():
+            assert target.shape == made[name].shape, f"{name}: {made[name].shape} does not fit {target.shape}"
+            target[...] = made[name]
 
 
 class FakeBinding:
-    """Collects what is bound; outputs come back as OrtValues in the order of binding."""
+    """Inputs and outputs by their memory, as ONNX Runtime sees them: an output may lie where an input lies."""
 
     def __init__(self):
-        self.feeds, self.names, self.made = {}, [], []
+        self.feeds, self.targets = {}, {}
 
     def bind_cpu_input(self, name, value):
         self.feeds[name] = value
 
-    def bind_ortvalue_input(self, name, value):
-        self.feeds[name] = value.numpy()
+    def bind_input(self, name, device, device_id, dtype, shape, pointer):
+        self.feeds[name] = at(pointer, shape, dtype)
 
-    def bind_output(self, name, device):
-        self.names.append(name)
+    def bind_output(self, name, device, device_id, dtype, shape, pointer):
+        self.targets[name] = at(pointer, shape, dtype)
 
-    def get_outputs(self):
-        return [ort.OrtValue.ortvalue_from_numpy(np.ascontiguousarray(value)) for value in self.made]
+
+def at(pointer, shape, dtype):
+    """The array that lies at an address."""
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    return np.frombuffer((ctypes.c_char * size).from_address(pointer), dtype).reshape(shape)
 
 
 def decoder_session(position_ids=False, hidden=None, provider="CPUExecutionProvider", dims=None):
-    """A body whose hidden state is the running sum of all embeddings so far, kept in its cache: it must be carried on."""
+    """A body whose hidden state is the running sum of all embeddings so far, kept in its cache: it must be carried on.
+
+    Like GroupQueryAttention it counts each row's positions in the mask and writes behind them, into the memory it is given.
+    """
     dims = dims or make_manifest().dims
     past = [f"past_key_values.{i}.{kind}" for i in range(dims.num_layers) for kind in ("key", "value")]
     present = [name.replace("past_key_values", "present") for name in past]
     shape = (dims.num_kv_heads, dims.head_dim)
 
     def compute(feeds):
-        embeds, seen = feeds["inputs_embeds"], feeds[past[0]].shape[2]
-        assert feeds["attention_mask"].shape == (1, seen + embeds.shape[1])
+        embeds, mask = feeds["inputs_embeds"], feeds["attention_mask"]
+        batch, new, width = embeds.shape
+        starts = mask.sum(axis=1) - new
+        assert (mask == (np.arange(mask.shape[1]) < starts[:, None] + new)).all()
+        assert new == 1 or batch == 1 or not starts.any()
         if position_ids:
-            assert feeds["position_ids"].tolist() == [list(range(seen, seen + embeds.shape[1]))]
-        kept = embeds.reshape(1, -1, *shape).transpose(0, 2, 1, 3)
-        made = {new: np.concatenate([feeds[old], kept], axis=2) for old, new in zip(past, present, strict=True)}
-        total = made[present[0]].transpose(0, 2, 1, 3).reshape(1, -1, embeds.shape[2]).cumsum(axis=1)[:, seen:]
+            assert (feeds["position_ids"] == starts[:, None] + np.arange(new)).all()
+        made = {name: feeds[old].copy() for old, name in zip(past, present, strict=True)}
+        total = np.empty(embeds.shape, np.float32)
+        for b, start in enumerate(starts):
+            for name in present:
+                made[name][b, :, start : start + new] = embeds[b].reshape(new, *shape).transpose(1, 0, 2)
+            kept = made[present[0]][b, :, : start + new].transpose(1, 0, 2).reshape(-1, width)
+            total[b] = kept.cumsum(axis=0)[start:]
         return made | {"hidden_states": np.full_like(total, hidden) if hidden is not None else total}
 
     inputs = {"inputs_embeds": "float32", "attention_mask": "int64"} | ({"position_ids": "int64"} if position_ids else {})
-    inputs |= {name: "float32" for name in past}
-    outputs = {"hidden_states": "float32"} | {name: "float32" for name in present}
+    inputs |= dict.fromkeys(past, "float32")
+    outputs = dict.fromkeys(["hidden_states", *present], "float32")
     return FakeSession(inputs, outputs, compute, provider)
 
 
@@ -156,8 +173,9 @@ def heads_session(choose):
     made = iter(range(10**9))
 
     def compute(feeds):
-        logits = np.zeros((1, 1, N, V), np.float32)
-        logits[0, 0, np.arange(N), choose(next(made))] = 20
+        logits = np.zeros((len(feeds["hidden_states"]), 1, N, V), np.float32)
+        for row in logits:
+            row[0, np.arange(N), choose(next(made))] = 20
         return {"logits": logits}
 
     return FakeSession({"hidden_states": "float32"}, {"logits": "float32"}, compute)
@@ -168,7 +186,7 @@ def codec_session(wave=None):
 
     def compute(feeds):
         sound = np.repeat(feeds["codes"][:, :1].astype(np.float32) / V, HOP, axis=2)
-        sound += np.arange(sound.size) % 2 / 100
+        sound += np.arange(sound.size) % HOP % 2 / 100  # the same in every frame, wherever a window begins
         return {"waveform": sound if wave is None else wave(sound)}
 
     return FakeSession({"codes": "int64"}, {"waveform": "float32"}, compute)
@@ -186,30 +204,23 @@ def encoder_session(code=1):
 PARTS = ("text_embed", "audio_embed", "llm_decoder", "audio_heads", "audio_tokenizer", "audio_encoder")
 
 
-class FakeParts:
+class FakeParts(Parts):
     """Parts that need no file; `loaded` lists what was asked for, in order."""
 
-    def __init__(self, **sessions):
-        defaults = {
+    def __init__(self, manifest, engine=None, **sessions):
+        super().__init__("nowhere", manifest, engine or Engine("CPUExecutionProvider", 1))
+        self.sessions = {
             "text_embed": embed_session("input_ids"),
             "audio_embed": embed_session("codes"),
             "llm_decoder": decoder_session(),
             "audio_heads": heads_session(lambda r: [r % (V - 2)] * N),
             "audio_tokenizer": codec_session(),
             "audio_encoder": encoder_session(),
-        }
-        self.graphs = {name: Graph(session, name) for name, session in (defaults | sessions).items()}
-        self.loaded = []
-        self.engine = Engine("CPUExecutionProvider", 1)
+        } | sessions
 
-    def __getitem__(self, name):
-        if name not in self.loaded:
-            self.loaded.append(name)
-        return self.graphs[name]
+    @property
+    def loaded(self):
+        return list(self.providers())
 
-    def load(self, *names):
-        for name in names:
-            self[name]
-
-    def providers(self):
-        return {name: self.graphs[name].provider for name in self.loaded}
+    def _load(self, name):
+        return Graph(self.sessions[name], name)

@@ -16,7 +16,7 @@ from run_fakes import make_manifest
 from voxport.errors import UserError, WorkError
 from voxport.manifest import Codec
 from voxport.run import audio as run_audio
-from voxport.run.audio import check_output, fade_end, load_reference, resample, to_pcm16, write_wav
+from voxport.run.audio import Form, check_output, fade_end, load_reference, resample, to_pcm16, write_sound
 
 FOLDER = Path(__file__).parent / "golden/higgs"
 CASES = json.loads((FOLDER / "resample.json").read_text(encoding="utf-8"))["cases"]
@@ -148,9 +148,11 @@ def test_a_long_file_is_refused_from_its_header(tmp_path, monkeypatch):
 
 def test_a_stream_longer_than_its_header_says_is_stopped(monkeypatch, tmp_path):
     soundfile.write(tmp_path / "v.wav", chirp(), 24000)
-    endless = np.full((run_audio.READ_BLOCK, 1), 0.1, np.float32)
+    block = np.full((run_audio.READ_BLOCK, 1), 0.1, np.float32)
     reads = []
-    monkeypatch.setattr(soundfile.SoundFile, "read", lambda *a, **k: reads.append(1) or endless)
+    monkeypatch.setattr(
+        soundfile.SoundFile, "read", lambda *a, **k: reads.append(1) or block[: len(block) * (len(reads) < 60)]
+    )
     with pytest.raises(UserError, match="at most 100 s"):
         load(tmp_path / "v.wav")
     assert len(reads) < 40
@@ -231,7 +233,7 @@ def test_loud_samples_are_clipped_before_rounding_and_never_wrap():
 
 def test_a_written_file_has_exact_sizes_and_reads_back(tmp_path):
     path = tmp_path / "out.wav"
-    write_wav(path, chirp(), 24000)
+    write_sound(path, chirp(), 24000)
     with wave.open(str(path)) as file:
         assert (file.getnchannels(), file.getsampwidth(), file.getframerate(), file.getnframes()) == (
             1,
@@ -247,7 +249,7 @@ def test_a_written_file_has_exact_sizes_and_reads_back(tmp_path):
 @pytest.mark.parametrize("fault", [np.nan, np.inf])
 def test_nothing_is_written_when_the_speech_is_not_finite(fault, tmp_path):
     with pytest.raises(WorkError, match="NaN or Inf"):
-        write_wav(tmp_path / "out.wav", np.array([0, fault]), 24000)
+        write_sound(tmp_path / "out.wav", np.array([0, fault]), 24000)
     assert not list(tmp_path.iterdir())
 
 
@@ -256,13 +258,13 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_other(stop, tmp_path, m
     path = tmp_path / "out.wav"
     path.write_bytes(b"old")
 
-    def fail(target, *args, **kwargs):
-        Path(target).write_bytes(b"half")
+    def fail(file, samples):
+        Path(file.name).write_bytes(b"half")
         raise stop
 
-    monkeypatch.setattr(soundfile, "write", fail)
+    monkeypatch.setattr(soundfile.SoundFile, "write", fail)
     with pytest.raises((KeyboardInterrupt, WorkError)):
-        write_wav(path, chirp(), 24000)
+        write_sound(path, chirp(), 24000)
     assert [item.name for item in tmp_path.iterdir()] == ["out.wav"] and path.read_bytes() == b"old"
 
 
@@ -281,3 +283,59 @@ def test_the_fade_touches_only_the_last_five_milliseconds_and_ends_in_zero():
     assert (np.diff(faded[880:]) <= 0).all() and np.abs(np.diff(faded)).max() < 0.01
     assert (sound == 1).all()
     assert fade_end(np.ones(3, np.float32), 24000)[-1] == 0
+
+
+KINDS = [("a.wav", "pcm16", 1e-4), ("a.wav", "pcm24", 1e-6), ("a.wav", "float", 0), ("a.flac", "pcm16", 1e-4),
+         ("a.flac", "pcm24", 1e-6), ("a.ogg", "pcm16", 0.1), ("a.opus", "pcm16", 0.2), ("a.mp3", "pcm16", 0.1)]  # fmt: skip
+
+
+@pytest.mark.parametrize("name, encoding, allowed", KINDS)
+def test_every_kind_of_file_is_read_back_as_what_was_written(name, encoding, allowed, tmp_path):
+    rate = 24000
+    samples = (0.5 * np.sin(2 * np.pi * 440 * np.arange(rate) / rate)).astype(np.float32)
+    write_sound(tmp_path / name, samples, rate, Form(encoding))
+    read, read_rate = soundfile.read(tmp_path / name, dtype="float32")
+    assert read_rate == rate and abs(len(read) - len(samples)) < 3000 and len(list(tmp_path.iterdir())) == 1
+    if allowed < 0.05:
+        assert np.abs(read - samples).max() <= allowed
+    else:
+        level = lambda sound: np.sqrt(np.mean(sound[4000:20000] ** 2))
+        assert level(read) == pytest.approx(level(samples), rel=allowed)
+
+
+@pytest.mark.parametrize("name, encoding", [("a.wav", "pcm16"), ("a.wav", "pcm24"), ("a.flac", "pcm24"), ("a.ogg", "pcm16")])
+def test_samples_beyond_full_scale_never_wrap_around(name, encoding, tmp_path):
+    samples = 1.2 * np.sin(2 * np.pi * 100 * np.arange(24000) / 24000)
+    write_sound(tmp_path / name, samples.astype(np.float32), 24000, Form(encoding))
+    read, _ = soundfile.read(tmp_path / name)
+    loud = np.abs(samples) > 0.3
+    assert (np.sign(read[loud]) == np.sign(samples[loud])).all()
+
+
+def test_floats_are_kept_as_they_are(tmp_path):
+    samples = np.array([1.5, -2.25, 0.1], np.float32)
+    write_sound(tmp_path / "a.wav", samples, 24000, Form("float"))
+    assert soundfile.read(tmp_path / "a.wav", dtype="float32")[0].tolist() == samples.tolist()
+
+
+def test_another_rate_is_resampled(tmp_path):
+    write_sound(tmp_path / "a.wav", chirp(), 24000, Form(rate=48000))
+    read, rate = soundfile.read(tmp_path / "a.wav")
+    assert rate == 48000 and len(read) == 2 * len(chirp())
+
+
+@pytest.mark.parametrize(
+    "name, form, message",
+    [
+        ("a.xyz", Form(), "must end in .wav or .flac"),
+        ("a.opus", Form(rate=44100), ".opus cannot hold 44100 Hz; choose --sample-rate among 8000, 12000, 16000"),
+        ("a.mp3", Form(rate=96000), ".mp3 cannot hold 96000 Hz"),
+        ("a.wav", Form(rate=10), ".wav cannot hold 10 Hz"),
+        ("a.mp3", Form("pcm24"), "leave out --encoding"),
+        ("a.flac", Form("float"), "cannot write .flac as float"),
+        ("a.wav", Form("pcm8"), "--encoding must be one of"),
+    ],
+)
+def test_what_does_not_go_together_is_refused_before_any_work(name, form, message, tmp_path):
+    with pytest.raises(UserError, match=message):
+        form.check(tmp_path / name, 24000)

@@ -14,7 +14,9 @@ import soundfile
 
 from voxport.errors import UserError
 from voxport.run.audio import load_reference, to_pcm16
+from voxport.run.delay import apply_delay
 from voxport.run.higgs import Speaker
+from voxport.run.text import build_prompt
 
 ROOT = Path(__file__).parents[1]
 FOLDER = Path(__file__).parent / "golden/higgs/ckpt_tiny"
@@ -73,9 +75,6 @@ def test_golden_rows_do_not_depend_on_the_number_of_threads(num_threads, tiny_bu
 
 
 def test_prompt_embeddings_equal_the_golden_ones(speaker, golden):
-    from voxport.run.delay import apply_delay
-    from voxport.run.text import build_prompt
-
     rows = apply_delay(golden["ref_codes"], speaker.manifest.audio)
     assert rows.tolist() == golden["ref_rows"].tolist()
     for case in CASES:
@@ -125,8 +124,8 @@ def run_script(*arguments, cwd=ROOT, code=None, **environment):
     """inference.py in a process of its own; `code` runs first in that process."""
     command = [sys.executable, str(ROOT / "inference.py")]
     if code:
-        start = f"{code}\nimport runpy, sys\nsys.argv = ['inference.py', *sys.argv[1:]]\nrunpy.run_path({str(ROOT / 'inference.py')!r}, run_name='__main__')"
-        command = [sys.executable, "-c", start]
+        start = f"import runpy\nrunpy.run_path({str(ROOT / 'inference.py')!r}, run_name='__main__')"
+        command = [sys.executable, "-c", f"{code}\n{start}"]
     whole = os.environ | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(
         [*command, *map(str, arguments)], cwd=cwd, env=whole, capture_output=True, encoding="utf-8", timeout=120
@@ -158,8 +157,23 @@ def write_voice(folder, golden):
 @pytest.mark.parametrize("case", [CASES[1], CASES[3]] if CASES else [], ids=["zero-shot", "clone"])
 def test_the_script_speaks_and_clones_without_the_build_side_installed(case, tiny_build, golden, tmp_path):
     clone = ["--ref-audio", write_voice(tmp_path, golden), "--ref-text", case["ref_text"]] if case["clone"] else []
-    done = run_script("--text", case["text"], "--out", tmp_path / "x.wav", "--model-path", tiny_build, "--temperature", 0, "--max-frames", 53,
-                      "--save-codes", tmp_path / "x.npz", "--json", *clone, code=BLOCKER)  # fmt: skip
+    done = run_script(
+        "--text",
+        case["text"],
+        "--out",
+        tmp_path / "x.wav",
+        "--model-path",
+        tiny_build,
+        "--temperature",
+        0,
+        "--max-frames",
+        53,
+        "--save-codes",
+        tmp_path / "x.npz",
+        "--json",
+        *clone,
+        code=BLOCKER,
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     assert report["finish_reason"] == case["bf16"]["finish_reason"] and report["rows"] == case["bf16"]["rows"]

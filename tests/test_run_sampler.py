@@ -6,7 +6,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
@@ -16,7 +15,17 @@ from _ref import higgs as ref
 from voxport.errors import UserError
 from voxport.manifest import Audio, Sampling
 from voxport.run.delay import reverse_delay, sanitise
-from voxport.run.sampler import DelayMachine, Dice, check_sampling, check_seed, draw, is_greedy, probabilities, uniforms
+from voxport.run.sampler import (
+    DelayMachine,
+    Dice,
+    check_sampling,
+    check_seed,
+    distance,
+    draw,
+    is_greedy,
+    probabilities,
+    uniforms,
+)
 from voxport.run.take import Take
 
 FOLDER = Path(__file__).parent / "golden/higgs"
@@ -190,3 +199,18 @@ def test_sampling_values_that_mean_nothing_are_refused_by_name(values):
 def test_seeds_that_are_not_seeds_are_refused(seed):
     with pytest.raises(UserError, match="--seed"):
         check_seed(seed)
+
+
+@given(arrays(np.float64, (2, 12), elements=st.floats(-4, 4)), st.floats(0.01, 0.99), st.integers(0, 11), st.floats(0.3, 1))
+def test_a_draw_changes_only_when_its_distance_is_crossed(logits, uniform, top_k, top_p):
+    sampling = Sampling(0.9, top_p, top_k, 1e-5)
+    uniform = np.full(2, uniform)
+    safe = distance(logits, sampling, uniform) > 1e-3
+    moved = logits + 1e-5 * np.sin(np.arange(24)).reshape(2, 12)
+    same = draw(logits, sampling, uniform) == draw(moved, sampling, uniform)
+    assert same[safe].all()
+
+
+def test_the_distance_of_a_greedy_choice_is_its_lead():
+    logits = np.array([[1.0, 5.0, 4.5, 0.0]])
+    assert distance(logits, Sampling(0.0, 0.8, 30, 1e-5), np.zeros(1)).tolist() == [0.5]

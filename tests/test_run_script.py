@@ -7,6 +7,7 @@ from run_fakes import make_manifest
 
 import inference
 from voxport.errors import run_script
+from voxport.manifest import Manifest
 
 
 @pytest.fixture
@@ -51,7 +52,7 @@ def test_text_that_cannot_be_spoken_ends_with_two_and_one_line(text, build, tmp_
     [
         (["--text", "Hi"], "--text and --out are needed"),
         (["--out", "x.wav"], "--text and --out are needed"),
-        (["--text", "Hi", "--out", "x.mp3"], "must end in .wav"),
+        (["--text", "Hi", "--out", "x.doc"], "must end in .wav or .flac"),
         (["--text", "Hi", "--out", "no/folder/x.wav"], "no/folder/x.wav"),
         (["--text", "Hi", "--out", "x.wav", "--save-codes", "x.txt"], "must end in .npz"),
         (["--text", "Hi", "--out", "x.wav", "--ref-audio", "no.wav"], "no.wav does not exist"),
@@ -62,6 +63,22 @@ def test_text_that_cannot_be_spoken_ends_with_two_and_one_line(text, build, tmp_
         (["--text", "Hi", "--out", "x.wav", "--seed", "-4"], "--seed"),
         (["--text", "Hi", "--out", "x.wav"], "lists no tokenizer.json"),
         (["--selftest"], "is missing"),
+        (["--text", "Hi", "--out", "x.wav", "--voice", "../x"], "cannot be the name of a voice"),
+        (["--text", "Hi", "--out", "x.wav", "--voice", "Anna", "--voices-dir", "v"], "no voice 'Anna' in v; there is none"),
+        (["--text", "Hi", "--out", "x.wav", "--voice", "Anna", "--ref-audio", "a.wav"], "does not exist"),
+        (["--save-voice", "Anna"], "--save-voice needs the recording"),
+        (["--list-voices", "--delete-voice", "Anna", "--voices-dir", "v"], "no voice 'Anna'"),
+        (["--input", "a.txt"], "--input needs --out-dir"),
+        (["--input", "no.txt", "--out-dir", "o"], "no.txt cannot be read"),
+        (["--input", "a.txt", "--out-dir", "o", "--text", "Hi"], "--text does not go with --input"),
+        (["--text", "Hi", "--out-dir", "o"], "--out-dir goes with --input"),
+        (["--text", "Hi", "--stream", "x.mp3"], "must end in .wav"),
+        (["--text", "Hi", "--stream", "x.wav", "--raw"], "must end in .raw"),
+        (["--text", "Hi", "--out", "x.wav", "--raw"], "--raw goes with --stream"),
+        (["--text", "Hi", "--out", "x.wav", "--json", "x.txt"], "must end in .json"),
+        (["--text", "Hi", "--out", "x.wav", "--batch", "0"], "--batch"),
+        (["--text", "Hi", "--out", "x.opus", "--sample-rate", "44100"], ".opus cannot hold 44100 Hz"),
+        (["--text", "Hi", "--out", "x.flac", "--encoding", "float"], "cannot write .flac as float"),
     ],
 )
 def test_wrong_input_ends_with_two_and_names_the_remedy(arguments, message, build, tmp_path, monkeypatch, capsys):
@@ -99,7 +116,5 @@ def test_every_flag_says_its_default_and_its_effect():
 
 
 def test_a_report_names_the_build(build):
-    from voxport.manifest import Manifest
-
     report = inference.report_build(build, Manifest.read(build))
     assert json.loads(json.dumps(report))["target"] == "cpu_fp32"

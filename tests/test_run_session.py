@@ -31,7 +31,10 @@ def make_part(path, inputs=("x",), outputs=("y",)):
     return Part(path.name, "fp16", {path.name: record_file(path)}, *specs)
 
 
-def make_parts(folder, part, engine=Engine(CPU, 1)):
+ON_CPU = Engine(CPU, 1)
+
+
+def make_parts(folder, part, engine=ON_CPU):
     return Parts(folder, make_manifest(parts={"double": part}), engine)
 
 
@@ -183,6 +186,7 @@ def test_a_cache_can_be_continued_twice():
     first, _ = decoder.step(cache, np.full((1, 1, 4), 5))
     decoder.step(cache, np.full((1, 1, 4), 9))
     again, _ = decoder.step(cache, np.full((1, 1, 4), 5))
+    assert cache.length == 3
     assert first.tolist() == again.tolist() == [[[8.0] * 4]]
 
 
@@ -199,3 +203,38 @@ def test_a_decoder_without_the_cache_that_the_manifest_names_is_refused():
         Decoder(graph, dataclasses.replace(manifest.kv_cache, past_key="past.{}.key"), manifest.dims)
     with pytest.raises(UserError, match="cache is float32, the manifest says float16"):
         Decoder(graph, KVCache("float16", *dataclasses.astuple(manifest.kv_cache)[1:]), manifest.dims)
+
+
+LIMITS = [("max 100000", 8), ("150000 100000", 2), ("50000 100000", 1), ("1600000 100000", 8), ("?", 8), (None, 8)]
+
+
+@pytest.mark.parametrize("text, cores", LIMITS)
+def test_a_containers_limit_on_time_counts_as_cores(text, cores, tmp_path, monkeypatch):
+    monkeypatch.setattr(run_session.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(run_session, "CPU_LIMIT", tmp_path / "cpu.max")
+    if text is not None:
+        (tmp_path / "cpu.max").write_text(text)
+    assert usable_cores() == cores
+
+
+def test_parts_are_loaded_side_by_side_each_once_and_lookups_on_one_thread(tmp_path, monkeypatch):
+    names = ("text_embed", "audio_embed", "llm_decoder", "audio_heads")
+    made = {name: make_part(write_graph(tmp_path, name=name)) for name in names}
+    threads = []
+    monkeypatch.setattr(
+        run_session, "open_session", lambda path, engine: threads.append((path.stem, engine.threads)) or open_session(path, engine)
+    )
+    parts = Parts(tmp_path, make_manifest(parts=made), Engine(CPU, 2))
+    parts.load(*names)
+    parts.load(*names)
+    assert sorted(threads) == [("audio_embed", 1), ("audio_heads", 2), ("llm_decoder", 2), ("text_embed", 1)]
+    assert set(parts.providers()) == set(names)
+
+
+def test_a_part_that_cannot_be_loaded_stops_the_others_with_its_name(tmp_path):
+    made = {name: make_part(write_graph(tmp_path, name=name)) for name in ("a", "b")}
+    (tmp_path / "b.onnx").unlink()
+    with pytest.raises(UserError, match="b.onnx is missing"):
+        Parts(tmp_path, make_manifest(parts=made), Engine(CPU, 2)).load("a", "b")
+    with pytest.raises(UserError, match="no c; add it"):
+        Parts(tmp_path, make_manifest(parts=made), Engine(CPU, 2)).load("a", "c")

@@ -5,6 +5,7 @@ import json
 import os
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -44,8 +45,6 @@ def test_prompts_equal_the_golden_ids_of_the_full_size_tokenizer(case, full_size
 
 
 def test_golden_texts_of_the_checkpoint_become_its_golden_ids():
-    import numpy as np
-
     folder = HERE / "golden/higgs/ckpt_tiny"
     if not folder.is_dir():
         pytest.skip(f"{folder} is not there")
@@ -80,8 +79,28 @@ def test_spaces_and_line_breaks_reach_the_tokenizer_untouched():
     assert TOKENIZER.decode(encode(TOKENIZER, script.text), skip_special_tokens=False) == text
 
 
-WORDLESS = ["", " ", "\n", "\t \r\n", "\u200b", "\u200d\u2060", "\ufeff", "...", "?!", "—", "«»", "🙂", "👍🏽 👨‍👩‍👧", "❤️", "<|emotion:anger|>",
-            "<|emotion:anger|> <|prosody:pause|>...", "\u0301", "*** ---", "\x07", "、。"]  # fmt: skip
+WORDLESS = [
+    "",
+    " ",
+    "\n",
+    "\t \r\n",
+    "\u200b",
+    "\u200d\u2060",
+    "\ufeff",
+    "...",
+    "?!",
+    "—",
+    "«»",
+    "🙂",
+    "👍🏽 👨‍👩‍👧",
+    "❤️",
+    "<|emotion:anger|>",
+    "<|emotion:anger|> <|prosody:pause|>...",
+    "\u0301",
+    "*** ---",
+    "\x07",
+    "、。",
+]
 
 
 @pytest.mark.parametrize("text", WORDLESS, ids=ascii)
@@ -103,9 +122,14 @@ def test_what_is_not_text_is_refused(text):
 
 @pytest.mark.parametrize(
     "tag, nearest",
-    [("<|Emotion:anger|>", "<|emotion:anger|>"), ("<| emotion:anger |>", "<|emotion:anger|>"), ("<|prosody:pause_long|>", "<|prosody:long_pause|>"),
-     ("<|sfx:laugh|>", "<|sfx:laughter|>"), ("<|emotion:happy|>", "<|emotion:")],
-)  # fmt: skip
+    [
+        ("<|Emotion:anger|>", "<|emotion:anger|>"),
+        ("<| emotion:anger |>", "<|emotion:anger|>"),
+        ("<|prosody:pause_long|>", "<|prosody:long_pause|>"),
+        ("<|sfx:laugh|>", "<|sfx:laughter|>"),
+        ("<|emotion:happy|>", "<|emotion:"),
+    ],
+)
 def test_an_unknown_tag_is_refused_with_the_nearest_valid_one(tag, nearest):
     with pytest.raises(UserError) as error:
         check_script(f"Hello {tag} there", "text", MANIFEST)

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,6 +53,14 @@ def _umask() -> int:
     mask = os.umask(0)
     os.umask(mask)
     return mask
+
+
+def free_disk(path: Path) -> float:
+    """Free bytes where `path` lies or will lie."""
+    path = Path(path).absolute()
+    while not path.exists():
+        path = path.parent
+    return float(shutil.disk_usage(path).free)
 
 
 def write_json(path: Path, value: object) -> None:

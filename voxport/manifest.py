@@ -13,11 +13,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from voxport.errors import UserError
+from voxport.families import HIGGS as HIGGS
+from voxport.families import find_family, resolve
 from voxport.files import check_plain_name, read_json, sha256_file, write_json
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
-HIGGS = "higgs_audio_v3"
 
 
 @dataclass(frozen=True)
@@ -164,32 +165,47 @@ class KVCache:
 
 
 @dataclass(frozen=True)
-class Manifest:
-    """Everything that running needs. `files` lists what belongs to no part (tokenizer, licence, genai_config)."""
+class Figure:
+    """One output as it must be again: `digest` of its bytes, and of each group of its numbers the size, the root mean square
+    (`scales`), random projections (`sums`), and the numbers (`values`) at some `places`."""
 
-    schema_version: int
-    family: str
-    created: str
-    target: Target
-    source: Source
-    licence: Licence
-    tools: dict[str, str]
-    recipe: dict[str, typing.Any]
-    dims: Dims
-    audio: Audio
-    codec: Codec
-    tokens: Tokens
-    control_tags: dict[str, int]
-    structural_tokens: dict[str, int]
-    sampling: Sampling
-    limits: Limits
-    kv_cache: KVCache
-    parts: dict[str, Part]
-    files: dict[str, FileRecord]
+    digest: str
+    sizes: list[int]
+    scales: list[float]
+    sums: list[list[float]]
+    places: list[list[int]]
+    values: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What the build's own graphs computed when they had passed their check; `voxport/run/proof.py` asks them again.
+
+    `provider`, `onnxruntime`, `machine` and `threads` say where. The questions: `prompt_ids` [P] with the placeholder at the
+    delayed rows of `reference_codes` [R, N]; `edges` are pairs of mixing factors between which the encoder changes a code.
+    """
+
+    version: int
+    provider: str
+    onnxruntime: str
+    machine: str
+    threads: int
+    prompt_ids: list[int]
+    reference_codes: list[list[int]]
+    edges: list[list[float]]
+    figures: dict[str, Figure]
+
+
+class BuildManifest:
+    """What the manifests of all families can do. Each has `schema_version`, `family`, `created`, `target`, `source`, `licence`,
+    `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own."""
 
     @classmethod
-    def read(cls, folder: Path) -> Manifest:
-        """Read and check `folder/manifest.json`. UserError if absent, of another schema, or wrong in any key."""
+    def read(cls, folder: Path) -> typing.Any:
+        """Read and check `folder/manifest.json`, of whichever family it is: a Higgs build's is a `Manifest`.
+
+        UserError if absent, of another schema or an unknown family, or wrong in any key.
+        """
         path = Path(folder) / MANIFEST_NAME
         if not path.is_file():
             raise UserError(f"{folder} holds no {MANIFEST_NAME}: not a finished build; make one with optimize.py")
@@ -197,7 +213,8 @@ class Manifest:
         if data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version")
             raise UserError(f"{path}: schema_version is {found!r}, this version reads {SCHEMA_VERSION}; build again")
-        manifest = decode(cls, data, str(path))
+        kind = resolve(find_family(data.get("family"), str(path)).manifest)
+        manifest = decode(kind, data, str(path))
         manifest._check_names(str(path))
         return manifest
 
@@ -219,6 +236,33 @@ class Manifest:
                 check_plain_name(name, f"{where}: parts.{part_name}")
             if part.graph not in part.files:
                 raise UserError(f"{where}: parts.{part_name}: {part.graph} is not among its files")
+
+
+@dataclass(frozen=True)
+class Manifest(BuildManifest):
+    """Everything that running needs. `files` lists what belongs to no part (tokenizer, licence, genai_config); `proof` is None
+    until all parts are there."""
+
+    schema_version: int
+    family: str
+    created: str
+    target: Target
+    source: Source
+    licence: Licence
+    tools: dict[str, str]
+    recipe: dict[str, typing.Any]
+    dims: Dims
+    audio: Audio
+    codec: Codec
+    tokens: Tokens
+    control_tags: dict[str, int]
+    structural_tokens: dict[str, int]
+    sampling: Sampling
+    limits: Limits
+    kv_cache: KVCache
+    parts: dict[str, Part]
+    files: dict[str, FileRecord]
+    proof: Proof | None = None
 
 
 def record_file(path: Path) -> FileRecord:
@@ -251,6 +295,9 @@ def decode(kind: typing.Any, value: typing.Any, where: str) -> typing.Any:
     if origin is list:
         return [decode(arguments[0], v, f"{where}[{i}]") for i, v in enumerate(_typed(value, list, where))]
     if origin in (typing.Union, types.UnionType):
+        made_of = [a for a in arguments if dataclasses.is_dataclass(a)]
+        if made_of and value is not None:
+            return _decode_dataclass(made_of[0], value, where)
         return _typed(value, tuple(arguments), where)
     if kind is float:
         return float(_typed(value, (int, float), where))

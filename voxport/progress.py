@@ -9,3 +9,8 @@ def bar(total: int | None, label: str, unit: str, show: bool | None = None) -> t
     """A tqdm bar on stderr. Shown on a terminal unless `show` says otherwise; ASCII so that any console can print it."""
     visible = sys.stderr.isatty() if show is None else show
     return tqdm(total=total, desc=label, unit=unit, file=sys.stderr, disable=not visible, leave=False, ascii=True)
+
+
+def clock(seconds: float | None) -> str:
+    """Seconds as m:ss; a question mark if nobody knows."""
+    return "?" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"

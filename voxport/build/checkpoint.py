@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 
 from _ref.higgs import AUDIO_HEAD, CODEC_PREFIX, SPECIALS, TEXT_HEAD, HiggsConfig, body_shapes
 from _ref.higgs_codec import IGNORED_KEYS, CodecConfig, HiggsCodec
+from voxport.build.mapped import read_tensor
 from voxport.errors import UserError
 from voxport.files import check_plain_name, read_json
 
@@ -55,8 +56,7 @@ class Checkpoint(Mapping):
         return checkpoint
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        with _open(self.files[name]) as file:
-            return file.get_tensor(name)
+        return read_tensor(self.files[name], name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.files)
@@ -87,6 +87,13 @@ class Checkpoint(Mapping):
             raise UserError(
                 f"{self.folder}: checkpoint does not bundle the codec (no tensor under {CODEC_PREFIX});"
                 " name a checkpoint that does with --codec-from"
+            )
+        speech = (self.config.num_codebooks, self.config.codebook_size)
+        codec = (self.codec_config.num_codebooks, self.codec_config.codebook_size)
+        if speech != codec:
+            raise UserError(
+                f"{self.folder}: config.json has {speech[0]} codebooks of {speech[1]} codes, the codec {codec[0]} of {codec[1]};"
+                " they do not belong together"
             )
 
     def _check_tensors(self) -> None:
@@ -161,11 +168,20 @@ def read_codec_config(folder: Path) -> CodecConfig:
     own = Path(folder) / "codec_config.json"
     path = own if own.is_file() else BUNDLED_CODEC_CONFIG
     try:
-        return CodecConfig.from_dict(read_json(path, "codec config"))
+        config = CodecConfig.from_dict(read_json(path, "codec config"))
     except KeyError as error:
         raise UserError(f"{path}: key {error.args[0]!r} is missing") from error
     except (ValueError, TypeError, IndexError) as error:
         raise UserError(f"{path}: {error}") from error
+    _check_codec_sizes(path, config)
+    return config
+
+
+def _check_codec_sizes(path: Path, config: CodecConfig) -> None:
+    for name, value in vars(config).items():
+        numbers = value if isinstance(value, tuple) else (value,)
+        if not numbers or not all(type(n) in (int, float) and n > 0 for n in numbers):
+            raise UserError(f"{path}: {name} is {value!r}, which is not positive numbers")
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -194,7 +210,7 @@ def _header(path: Path) -> list[str]:
 
 def _open(path: Path):
     try:
-        return safe_open(path, framework="pt")
+        return safe_open(path, framework="np")  # for headers only; for torch it would map the file as private memory
     except FileNotFoundError:
         raise UserError(f"{path} does not exist; download the checkpoint again") from None
     except (SafetensorError, OSError) as error:

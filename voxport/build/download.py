@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import fnmatch
 import os
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
 from voxport.errors import UserError, WorkError
+from voxport.files import free_disk
 
 DEFAULT_ID = "bosonai/higgs-audio-v3-tts-4b"
 DEMO = "demo"
 DEMO_FOLDER = Path(__file__).parents[2] / "demo" / "checkpoint"
+HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
 NEEDED = ("config.json", "codec_config.json", "*.safetensors", "*.safetensors.index.json", "tokenizer.json",
           "tokenizer_config.json", "LICENSE*")  # fmt: skip
 
@@ -31,9 +35,9 @@ def find_checkpoint(name: str, model_dir: Path, skip_download: bool) -> Found:
     """
     if name == DEMO:
         return Found(DEMO, None, DEMO_FOLDER)
-    if Path(name).is_dir():
+    if name and Path(name).is_dir():
         return Found(name, None, Path(name))
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not HUB_ID.fullmatch(name) or ".." in name or "--" in name:
         raise UserError(f"checkpoint {name!r} is neither 'demo', nor an existing folder, nor a hub id of the form owner/name")
     folder = model_dir / name.split("/")[1]
     if skip_download or os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON"):
@@ -55,15 +59,44 @@ def _recorded_revision(folder: Path) -> str | None:
 
 def _download(name: str, folder: Path) -> Found:
     from huggingface_hub import HfApi, snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HfHubHTTPError, RepositoryNotFoundError
 
     try:
         revision = HfApi().model_info(name).sha
+        require_disk(missing_bytes(name, revision, folder), name, folder)
         snapshot_download(name, revision=revision, local_dir=folder, allow_patterns=list(NEEDED))
-    except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
+    except RepositoryNotFoundError as error:
+        raise UserError(
+            f"the hub has no repository {name} that you may read; check the id, or, if its licence must be accepted first,"
+            " do so on its page and log in with: hf auth login"
+        ) from error
+    except HfHubHTTPError.__bases__ as error:  # OSError, and the base of whichever HTTP library the hub's client uses
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WorkError(
-            f"downloading {name} into {folder} failed: {reason}; run again to go on where it stopped,"
+            f"downloading {name} into {folder} failed: {reason}; run again to fetch the files that are still missing,"
             " or name a local folder with --checkpoint"
         ) from error
     return Found(name, revision, folder)
+
+
+def missing_bytes(name: str, revision: str, folder: Path) -> int:
+    """Bytes of the needed files of a repository that `folder` lacks; what was fetched of a cut file counts as there."""
+    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import RepoFile
+
+    files = [entry for entry in HfApi().list_repo_tree(name, revision=revision) if isinstance(entry, RepoFile)]
+    needed = [file for file in files if any(fnmatch.fnmatch(file.path, pattern) for pattern in NEEDED)]
+    there = lambda path, size: path.is_file() and path.stat().st_size == size
+    total = sum(file.size for file in needed if not there(folder / file.path, file.size))
+    begun = (folder / ".cache" / "huggingface" / "download").glob("*.incomplete")
+    return max(0, total - sum(path.stat().st_size for path in begun))
+
+
+def require_disk(size: int, name: str, folder: Path) -> None:
+    """UserError unless `size` bytes fit where `folder` lies."""
+    free = free_disk(folder)
+    if size > free:
+        raise UserError(
+            f"downloading {name} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} GB is free where {folder} lies; free some, or"
+            " fetch it elsewhere and name that folder with --checkpoint"
+        )

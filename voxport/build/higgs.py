@@ -4,27 +4,31 @@ from __future__ import annotations
 
 import datetime
 import importlib.metadata
-import os
-import shutil
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-from _ref.higgs import GREEDY_TEMPERATURE, PLACEHOLDER, Higgs
+from _ref.higgs import GREEDY_TEMPERATURE, PLACEHOLDER
 from voxport import __version__
 from voxport.build import llm
-from voxport.build.check import CHECKS, PartSession, check_decoder
 from voxport.build.checkpoint import Checkpoint, Vocabulary, read_vocabulary
+from voxport.build.child import run_in_child
 from voxport.build.download import Found
-from voxport.build.folder import BuildFolder
-from voxport.build.parts import OLIVE_PARTS, PartPlan, build_part, plan_parts
-from voxport.build.quantise import BlockFormat
+from voxport.build.folder import STANDALONE, BuildFolder
+from voxport.build.parts import OLIVE_PARTS
+from voxport.build.prove import prove
+from voxport.build.recipes import Recipe
+from voxport.build.workshop import Overlay, Workshop, disk_full_explained, stream_text_embed, streams_table
 from voxport.errors import UserError, say
 from voxport.manifest import (
     HIGGS, SCHEMA_VERSION, Audio, Codec, Dims, KVCache, Licence, Limits, Manifest, Part, Sampling, Source, Target, Tokens,
 )  # fmt: skip
+from voxport.run.proof import VERSION as PROOF_VERSION
 
+__all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "prove_whole", "stream_text_embed"]
 COMPONENTS = (llm.DECODER, *OLIVE_PARTS)
+# A step in a process of its own gives its memory back; starting one takes seconds, which small checkpoints do not need to pay.
+ISOLATED_BYTES = 1 << 30
 CONTEXT_ROWS = 4096  # the published engine's context: prompt and rows together
 MAX_ROWS = 2048  # its longest answer, 81.6 s
 MIN_ENCODE_SECONDS = 1  # shorter references are padded by the published engine ("the encoder errors otherwise")
@@ -42,41 +46,6 @@ LIMITS = Limits(
     cap_frames_per_wide_char=16,  # a digit or a CJK sign is a word or a syllable
     cap_frames_per_tag=38,  # 1.5 s
 )
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """What a target is made of. `heads` is the precision of audio_heads, None for the target's default."""
-
-    device: str
-    precision: str
-    heads: str | None = None
-    rope_table: str = "bf16"
-    block: BlockFormat = BlockFormat()
-
-    def __post_init__(self):
-        if self.device == "cpu" and self.precision == "fp16":
-            raise UserError(
-                "cpu with fp16 is not built: ONNX Runtime's CPU kernels compute in fp32, so it would be slower than int4"
-                " and no better than fp32; take --precision int4 or fp32"
-            )
-
-    @property
-    def body_block(self) -> BlockFormat | None:
-        """How the body's projections are rounded, None if they are not."""
-        return self.block if self.precision == "int4" else None
-
-    def part_recipe(self, name: str, fingerprint: str) -> dict:
-        """What decides a part's bytes: compared with the manifest to see whether it must be made again."""
-        if name == llm.DECODER:
-            block = asdict(self.block) if self.body_block else None
-            return {"source": fingerprint, "device": self.device, "precision": self.precision,
-                    "block": block, "rope_table": self.rope_table}  # fmt: skip
-        return {"source": fingerprint, "precision": self.plans[name].precision}
-
-    @property
-    def plans(self) -> dict[str, PartPlan]:
-        return plan_parts(self.device, self.precision, self.heads)
 
 
 def find_licence(checkpoint: Checkpoint) -> Licence:
@@ -99,7 +68,8 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
         source=Source(found.id, found.revision, str(checkpoint.folder.resolve()), checkpoint.fingerprint()),
         licence=find_licence(checkpoint),
         tools=tool_versions(),
-        recipe=asdict(recipe) | {"rope_theta": config.rope_theta},
+        recipe=recipe.record()
+        | {"rope_theta": config.rope_theta, "text_embed_by": "rows streamed" if streams_table(checkpoint) else "Olive"},
         dims=Dims(
             hidden_size=config.hidden_size,
             text_vocab_size=config.text_vocab_size,
@@ -142,97 +112,81 @@ def tool_versions() -> dict[str, str]:
 
 @dataclass
 class Builder:
-    """Makes the parts of one target from one checkpoint into one folder."""
+    """Makes the parts of one target from one checkpoint into one folder; `isolated` runs each step in a child process."""
 
-    checkpoint: Checkpoint
-    recipe: Recipe
+    shop: Workshop
     folder: BuildFolder
     skip_extract: bool = False
-    codec_from: Path | None = None
+    isolated: bool = False
 
     def build(self, name: str) -> bool:
         """Make, check and install one part; False if the folder already holds it."""
-        recipe = self.recipe.part_recipe(name, self.folder.manifest.source.fingerprint)
+        recipe = self.shop.recipe.part_recipe(name, self.folder.manifest.source.fingerprint)
         if self.folder.is_current(name, recipe):
             return False
-        staging = self.folder.work / "staging"
-        shutil.rmtree(staging, ignore_errors=True)
-        graph = self._build_decoder(staging) if name == llm.DECODER else self._build_olive_part(name, staging)
-        inputs, outputs = self._check(name, graph)
-        self.folder.install(name, graph, Part(graph.name, recipe["precision"], {}, inputs, outputs, recipe))
-        if name == llm.DECODER:
-            self.folder.copy_in(staging / "genai_config.json", "genai_config.json")
+        self.folder.clear_scratch()
+        with disk_full_explained(name, self.folder.folder):
+            if name == llm.DECODER:
+                self._provide_standalone()
+            graph = self._run(name, self.shop.make, name)
+            inputs, outputs = self._run(f"{name}: check", self.shop.check, name, graph)
+            self.folder.install(name, graph, Part(graph.name, recipe["precision"], {}, inputs, outputs, recipe))
+            self._bring_along(name, graph)
         return True
 
-    @property
-    def standalone(self) -> Path:
-        return self.folder.work / "qwen3_standalone"
-
-    def _build_decoder(self, staging: Path) -> Path:
-        recipe, block = self.recipe, self.recipe.body_block
-        if self.skip_extract:
-            llm.check_extracted(self.checkpoint, self.standalone, block)
-        else:
-            shutil.rmtree(self.standalone, ignore_errors=True)
-            llm.extract_qwen3(self.checkpoint, self.standalone, block)
-        return llm.build_decoder(
-            self.standalone, staging, self.checkpoint.config, recipe.device, recipe.precision, block, recipe.rope_table
-        )
-
-    def _build_olive_part(self, name: str, staging: Path) -> Path:
-        if self.codec_from is not None:
-            os.environ["VOXPORT_CODEC_FROM"] = str(self.codec_from)
-        return build_part(self.recipe.plans[name], self.checkpoint.folder, self.folder.work, staging)
-
-    def _check(self, name: str, graph: Path):
-        session = PartSession(graph)
+    def _bring_along(self, name: str, graph: Path) -> None:
+        """Take in what was made with a part."""
         if name == llm.DECODER:
-            check_decoder(session, self.recipe.precision, self._rounded_model())
-        else:
-            CHECKS[name](session, self.recipe.plans[name].precision, self.checkpoint)
-        return session.specs()
+            self.folder.copy_in(graph.with_name("genai_config.json"), "genai_config.json")
 
-    def _rounded_model(self) -> Higgs:
-        """`_ref` on the weights that the decoder computes with, read layer by layer."""
-        weights = llm.StandaloneWeights(self.standalone, self.recipe.body_block)
-        return Higgs(self.checkpoint.config, Overlay(weights, self.checkpoint), self.recipe.rope_table == "bf16")
+    def _run(self, label: str, step: Callable, *arguments):
+        return run_in_child(label, step, *arguments) if self.isolated else step(*arguments)
+
+    def _provide_standalone(self) -> None:
+        if self.skip_extract:
+            llm.check_extracted(self.shop.checkpoint, self.shop.standalone, self.shop.recipe.body_block)
+        else:
+            self._run(f"{llm.DECODER}: extract", self.shop.extract)
 
     def finish(self) -> None:
-        """Copy what belongs to no part: tokenizer and licence."""
-        for name in llm.TOKENIZER_FILES:
-            self.folder.copy_in(self.checkpoint.folder / name, name)
-        licence = self.folder.manifest.licence
-        if licence.file is None:
-            say("warning: the checkpoint has no LICENSE file; find out its terms before you pass the build on")
-        else:
-            self.folder.copy_in(sorted(self.checkpoint.folder.glob("LICENSE*"))[0], licence.file)
+        """Copy what belongs to no part, tokenizer and licence; if no part is missing, let the build prove itself; put it in place."""
+        checkpoint, licence = self.shop.checkpoint, self.folder.manifest.licence
+        with disk_full_explained("build", self.folder.folder):
+            for name in llm.TOKENIZER_FILES:
+                self.folder.copy_in(checkpoint.folder / name, name)
+            if licence.file is None:
+                say("warning: the checkpoint has no LICENSE file; find out its terms before you pass the build on")
+            else:
+                self.folder.copy_in(sorted(checkpoint.folder.glob("LICENSE*"))[0], licence.file)
+            self.folder.complete()
+            prove_whole(self.folder, self._run)
+            self.folder.commit()
 
 
-@dataclass(frozen=True)
-class Overlay(Mapping):
-    """Tensors of `top` where it has them, else of `base`."""
-
-    top: Mapping
-    base: Mapping
-
-    def __getitem__(self, name: str):
-        return self.top[name] if name in self.top else self.base[name]
-
-    def __iter__(self):
-        return iter(self.top.keys() | self.base.keys())
-
-    def __len__(self) -> int:
-        return len(self.top.keys() | self.base.keys())
+def prove_whole(folder: BuildFolder, run: Callable = lambda label, step, *arguments: step(*arguments)) -> None:
+    """Let a build that lacks no part record its proof, unless it has one."""
+    manifest = folder.manifest
+    is_proved = manifest.proof is not None and manifest.proof.version == PROOF_VERSION
+    if not is_proved and manifest.parts.keys() >= set(COMPONENTS):
+        folder.record_proof(run("proof", prove, folder.next, manifest))
 
 
-def open_build(found: Found, recipe: Recipe, output: Path, codec_from: Path | None, skip_extract: bool) -> Builder:
-    """Check the checkpoint and its tokenizer, then open the build folder. UserError before anything is written."""
+def open_checkpoint(found: Found, recipe: Recipe, codec_from: Path | None) -> Checkpoint:
+    """Check the checkpoint and that this recipe can be made from it. UserError before anything is written."""
     checkpoint = Checkpoint.open(found.folder, codec_from)
-    vocabulary = read_vocabulary(checkpoint.folder)
     block, config = recipe.body_block, checkpoint.config
     if block is not None:
         for size in (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim):
             if size % block.block_size:
                 raise UserError(f"a width of {size} cannot be rounded in blocks of {block.block_size}; take --precision fp32")
-    manifest = describe(checkpoint, vocabulary, found, recipe)
-    return Builder(checkpoint, recipe, BuildFolder(output, manifest), skip_extract, codec_from)
+    return checkpoint
+
+
+def open_build(checkpoint: Checkpoint, found: Found, recipe: Recipe, output: Path, codec_from: Path | None = None,
+               skip_extract: bool = False, keep_intermediate: bool = False) -> Builder:  # fmt: skip
+    """Open and lock the build folder."""
+    manifest = describe(checkpoint, read_vocabulary(checkpoint.folder), found, recipe)
+    folder = BuildFolder(output, manifest, keep_intermediate)
+    shop = Workshop(checkpoint, recipe, folder.work / STANDALONE, folder.scratch, codec_from)
+    isolated = sum(path.stat().st_size for path in set(checkpoint.files.values())) >= ISOLATED_BYTES
+    return Builder(shop, folder, skip_extract, isolated)

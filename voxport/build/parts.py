@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import logging
 import os
 import shutil
+import tempfile
+import types
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
 import onnx
 import torch
-from onnx.external_data_helper import set_external_data
+from onnx.external_data_helper import ExternalDataInfo, set_external_data
 
 from voxport.build.quiet import quiet
 from voxport.errors import WorkError
@@ -27,10 +34,11 @@ WEIGHT_BLOCK = 32  # input channels that share a scale where a head is rounded
 
 @dataclass(frozen=True)
 class PartPlan:
-    """One Olive part: its name and the precision of its weights (fp32, fp16, int8, int4)."""
+    """One Olive part: its name, the precision of its weights (fp32, fp16, int8, int4), and the script that has its module."""
 
     name: str
     precision: str
+    script: Path = USER_SCRIPT
 
     @property
     def compute_dtype(self) -> str:
@@ -74,8 +82,8 @@ def olive_config(plan: PartPlan, checkpoint: Path, work: Path) -> dict:
         "input_model": {
             "type": "PyTorchModel",
             "model_path": str(checkpoint),
-            "model_script": str(USER_SCRIPT),
-            "script_dir": str(USER_SCRIPT.parent),
+            "model_script": str(plan.script),
+            "script_dir": str(plan.script.parent),
             "model_loader": f"get_{plan.name}_model",
             "io_config": f"get_{plan.name}_io_config",
             "dummy_inputs_func": f"get_{plan.name}_dummy_inputs",
@@ -103,11 +111,45 @@ def run_olive(config: dict) -> Path:
         switch_off_telemetry()
         from olive.workflows import run
 
-        run(config)
+        with caught_log() as errors:
+            run(config)
     made = sorted(folder.rglob("*.onnx"))
+    if errors:  # Olive logs what went wrong and returns as if nothing had
+        raise WorkError(f"Olive failed: {type(errors[0]).__name__}: {errors[0]}") from errors[0]
     if len(made) != 1:
         raise WorkError(f"Olive left {len(made)} graphs, one was expected")
     return made[0]
+
+
+@contextlib.contextmanager
+def caught_log() -> Iterator[list[BaseException]]:
+    """Keep Olive's log off the screen and collect the exceptions in it."""
+    errors: list[BaseException] = []
+
+    def collect(record: logging.LogRecord) -> bool:
+        if record.exc_info and record.exc_info[1] is not None:
+            errors.append(record.exc_info[1])
+        return False
+
+    handlers = list(logging.getLogger("olive").handlers)
+    for handler in handlers:
+        handler.addFilter(collect)
+    try:
+        yield errors
+    finally:
+        for handler in handlers:
+            handler.removeFilter(collect)
+
+
+@contextlib.contextmanager
+def temporary_files_in(folder: Path) -> Iterator[None]:
+    """Let tools that ask for temporary files get them in `folder`, which is removed with them if this process is killed."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before, tempfile.tempdir = tempfile.tempdir, str(folder)
+    try:
+        yield
+    finally:
+        tempfile.tempdir = before
 
 
 def build_part(plan: PartPlan, checkpoint: Path, work: Path, out: Path) -> Path:
@@ -129,15 +171,20 @@ def build_part(plan: PartPlan, checkpoint: Path, work: Path, out: Path) -> Path:
 
 def load_module(plan: PartPlan, checkpoint: Path) -> torch.nn.Module:
     """The part's PyTorch module as it is exported."""
-    spec = importlib.util.spec_from_file_location("user_script", USER_SCRIPT)
+    return getattr(load_script(plan), f"get_{plan.name}_model")(str(checkpoint)).to(getattr(torch, plan.compute_dtype))
+
+
+def load_script(plan: PartPlan) -> types.ModuleType:
+    """The part's user script, as Olive would load it."""
+    spec = importlib.util.spec_from_file_location(plan.script.stem, plan.script)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, f"get_{plan.name}_model")(str(checkpoint)).to(getattr(torch, plan.compute_dtype))
+    return module
 
 
 def place_graph(made: Path, out: Path, name: str) -> Path:
     """Write `made` as out/NAME.onnx with all weights in out/NAME.onnx.data, referred to by its bare name."""
-    model = onnx.load(made)
+    model = onnx.load(made, load_external_data=False)
     graph = out / f"{name}.onnx"
     data = graph.with_name(graph.name + ".data")
     out.mkdir(parents=True, exist_ok=True)
@@ -145,19 +192,27 @@ def place_graph(made: Path, out: Path, name: str) -> Path:
         path.unlink(missing_ok=True)
     with open(data, "wb") as file:
         for tensor in model.graph.initializer:
-            _move_out(tensor, file, data.name)
+            _move_out(tensor, made.parent, file, data.name)
     onnx.save(model, graph)
     return graph
 
 
-def _move_out(tensor: onnx.TensorProto, file, location: str) -> None:
+def _move_out(tensor: onnx.TensorProto, source: Path, file: BinaryIO, location: str) -> None:
     """Append one initialiser's bytes to `file`, aligned as ONNX Runtime likes to map them, and point the tensor there."""
-    raw = onnx.numpy_helper.to_array(tensor).tobytes()
+    raw = _raw_bytes(tensor, source)
     file.write(b"\0" * (-file.tell() % 4096 if len(raw) >= 4096 else 0))
     offset = file.tell()
     file.write(raw)
     for kind in ("float_data", "int32_data", "int64_data", "double_data", "uint64_data"):
         tensor.ClearField(kind)
-    tensor.raw_data = raw
+    tensor.raw_data = b""
     set_external_data(tensor, location, offset, len(raw))
     tensor.ClearField("raw_data")
+
+
+def _raw_bytes(tensor: onnx.TensorProto, source: Path) -> bytes | np.ndarray:
+    """An initialiser's bytes; those of an external one stay in their file in `source` until they are written on."""
+    if tensor.data_location != onnx.TensorProto.EXTERNAL:
+        return onnx.numpy_helper.to_array(tensor).tobytes()
+    info = ExternalDataInfo(tensor)
+    return np.memmap(source / info.location, np.uint8, "r", offset=info.offset or 0, shape=(info.length,)) if info.length else b""

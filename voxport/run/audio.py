@@ -1,4 +1,4 @@
-"""Sound files: references in any form that soundfile reads, speech out as 16-bit WAV."""
+"""Sound files: references in any form that soundfile reads, speech out in those that it writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from voxport.files import atomic_path
 from voxport.manifest import Codec, Limits
 
 READ_BLOCK = 1 << 16  # sample frames read at a time, so that channels are averaged before they fill the memory
-PCM16_PEAK = 32767
+PCM16_PEAK, PCM24_PEAK = 32767, 8388607
+ENCODINGS = ("pcm16", "pcm24", "float")  # of WAV; FLAC holds the first two
+# ending -> format and subtype in soundfile's names; None: the encoding decides
+FORMATS = {".wav": ("WAV", None), ".flac": ("FLAC", None), ".ogg": ("OGG", "VORBIS"), ".opus": ("OGG", "OPUS"),
+           ".mp3": ("MP3", "MPEG_LAYER_III")}  # fmt: skip
+SUBTYPES = {"pcm16": "PCM_16", "pcm24": "PCM_24", "float": "FLOAT"}
+FORMAT_RATES = {  # Hz that a coder knows; the others take any
+    ".opus": tuple(48_000 // n for n in (6, 4, 3, 2, 1)),
+    ".mp3": tuple(sorted(rate // n for rate in (32_000, 44_100, 48_000) for n in (4, 2, 1))),
+}
+WRITE_BLOCK = 1 << 16  # samples handed to an encoder at a time: some crash on a long recording in one piece
 SILENCE_PEAK = 1 / 32768  # one step of 16-bit PCM: a signal that stays within it is silence
 LOUDEST = 10.0  # beyond, float samples were never scaled: they are 16-bit integers in disguise
 FULL_SCALE = 0.999  # samples at or above count as clipped; converters rarely stop exactly at 1
@@ -54,8 +64,10 @@ def load_reference(source: str | os.PathLike | tuple, codec: Codec, limits: Limi
     """Read, check, resample and pad a reference: a file, or a tuple of samples ([n] or [n, channels] float) and rate."""
     if isinstance(source, tuple):
         name, clip = "samples", clip_from_array(*_pair(source), limits.max_reference_seconds)
-    else:
+    elif isinstance(source, (str, os.PathLike)):
         name, clip = str(source), read_clip(source, limits.max_reference_seconds)
+    else:
+        raise UserError(f"a reference is a file or (samples, rate), not {type(source).__name__}")
     warnings = check_voice(clip, name, limits)
     samples = resample(clip.samples, clip.rate, codec.sample_rate)
     missing = codec.min_encode_samples - len(samples)
@@ -195,22 +207,64 @@ def to_pcm16(samples: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(samples, -1, 1) * PCM16_PEAK).astype(np.int16)
 
 
-def check_output(path: str | os.PathLike, suffix: str) -> Path:
+def to_pcm24(samples: np.ndarray) -> np.ndarray:
+    """[n] float -> [n] int32 whose upper 24 bits are the sample, as soundfile takes them."""
+    return np.rint(np.clip(samples, -1, 1).astype(np.float64) * PCM24_PEAK).astype(np.int32) << 8
+
+
+def check_output(path: str | os.PathLike, *suffixes: str) -> Path:
     """The path to write to; UserError before any work if its folder is missing or read-only, or its ending is wrong."""
     path = Path(path)
-    if path.suffix.lower() != suffix:
-        raise UserError(f"{path} must end in {suffix}")
+    if path.suffix.lower() not in suffixes:
+        raise UserError(f"{path} must end in {' or '.join(suffixes)}")
     if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
         raise UserError(f"cannot write {path}: it must be a file in a folder that exists and is writable")
     return path
 
 
-def write_wav(path: str | os.PathLike, samples: np.ndarray, rate: int) -> None:
-    """Write [n] float samples as mono 16-bit WAV: whole at `path`, or not there at all."""
+@dataclass(frozen=True)
+class Form:
+    """How speech is written. `rate` None keeps the codec's."""
+
+    encoding: str = "pcm16"
+    rate: int | None = None
+
+    def check(self, path: str | os.PathLike, rate: int) -> Path:
+        """The path to write to; UserError before any work if this ending, encoding and rate do not go together here."""
+        path, rate = check_output(path, *FORMATS), self.rate or rate
+        suffix = path.suffix.lower()
+        if self.encoding not in ENCODINGS:
+            raise UserError(f"--encoding must be one of {', '.join(ENCODINGS)}, not {self.encoding!r}")
+        if not LOWEST_RATE <= rate <= HIGHEST_RATE or rate not in FORMAT_RATES.get(suffix, (rate,)):
+            allowed = ", ".join(map(str, FORMAT_RATES.get(suffix, ()))) or f"{LOWEST_RATE} to {HIGHEST_RATE}"
+            raise UserError(f"{suffix} cannot hold {rate} Hz; choose --sample-rate among {allowed}")
+        container, subtype = FORMATS[suffix]
+        if subtype is not None and self.encoding != "pcm16":
+            raise UserError(f"{suffix} has an encoding of its own; leave out --encoding, or write .wav")
+        if not soundfile.check_format(container, subtype or SUBTYPES[self.encoding]):
+            raise UserError(f"this soundfile cannot write {suffix} as {subtype or self.encoding}; write .wav")
+        return path
+
+
+def write_sound(path: str | os.PathLike, samples: np.ndarray, rate: int, form: Form = Form()) -> None:
+    """Write [n] float samples as a mono file of the kind that its ending names: whole at `path`, or not there at all."""
+    path, new_rate = form.check(path, rate), form.rate or rate
     if not np.isfinite(samples).all():
         raise WorkError(f"the speech for {path} holds NaN or Inf; nothing was written")
+    container, subtype = FORMATS[path.suffix.lower()]
+    samples = _encode(resample(samples, rate, new_rate), subtype, form.encoding)
     try:
-        with atomic_path(Path(path)) as temporary:
-            soundfile.write(temporary, to_pcm16(samples), rate, subtype="PCM_16", format="WAV")
+        with atomic_path(path) as temporary:
+            kind = {"format": container, "subtype": subtype or SUBTYPES[form.encoding]}
+            with soundfile.SoundFile(temporary, "w", new_rate, 1, **kind) as file:
+                for start in range(0, len(samples), WRITE_BLOCK):
+                    file.write(samples[start : start + WRITE_BLOCK])
     except (soundfile.SoundFileError, OSError) as error:
         raise WorkError(f"cannot write {path}: {error}") from error
+
+
+def _encode(samples: np.ndarray, subtype: str | None, encoding: str) -> np.ndarray:
+    """Numbers as they go into the file: clipped, so that nothing wraps around, except where floats are kept as they are."""
+    if subtype is not None:
+        return np.clip(samples, -1, 1)
+    return {"pcm16": to_pcm16, "pcm24": to_pcm24, "float": lambda kept: kept}[encoding](samples)

@@ -20,16 +20,35 @@ class Codec:
 
     def decode(self, codes: np.ndarray) -> np.ndarray:
         """[T, N] codes -> [T * hop] float32, unclipped. WorkError unless the sound is whole, finite and not flat."""
-        codes = check_codes(codes, self.audio, "codes")
+        samples = self.decode_window(codes, 0, len(codes))
+        self.check_lively(np.ptp(samples))
+        return samples
+
+    def decode_window(self, codes: np.ndarray, start: int, stop: int) -> np.ndarray:
+        """Frames [start, stop) of [T, N] codes -> [(stop - start) * hop] float32, as decoding all codes at once gives them.
+
+        `codes` must reach `context_frames` beyond `stop`, or end where speech ends: that far a sample depends on frames.
+        """
+        codes, context, hop = check_codes(codes, self.audio, "codes"), self.figures.context_frames, self.figures.hop_length
+        first = max(0, start - context)
+        window = codes[first : stop + context]
         graph = self.parts[DECODER]
-        samples = graph.run(codes=codes.T[None]).reshape(-1)
-        wanted = len(codes) * self.figures.hop_length
+        samples = graph.run(codes=window.T[None]).reshape(-1)
+        wanted = len(window) * hop
         if len(samples) != wanted:
-            raise WorkError(f"{graph.name} gave {len(samples)} samples for {len(codes)} frames instead of {wanted}")
-        if not np.isfinite(samples).all() or np.ptp(samples) == 0:
-            fault = "a flat line" if np.isfinite(samples).all() else "NaN or Inf"
-            raise WorkError(f"{graph.name} on {graph.provider} returned {fault} as sound; speak with --provider cpu")
-        return samples.astype(np.float32)
+            raise WorkError(f"{graph.name} gave {len(samples)} samples for {len(window)} frames instead of {wanted}")
+        if not np.isfinite(samples).all():
+            raise self._fault("NaN or Inf")
+        return samples[(start - first) * hop : (stop - first) * hop].astype(np.float32)
+
+    def check_lively(self, swing: float) -> None:
+        """WorkError if the samples of an utterance lie 0 apart at most: what a kernel that computes nothing returns."""
+        if swing == 0:
+            raise self._fault("a flat line")
+
+    def _fault(self, fault: str) -> WorkError:
+        graph = self.parts[DECODER]
+        return WorkError(f"{graph.name} on {graph.provider} returned {fault} as sound; speak with --provider cpu")
 
     def encode(self, samples: np.ndarray) -> np.ndarray:
         """[n] float32 at the codec's rate -> [T, N] int64 codes. WorkError if they are not codes."""

@@ -7,54 +7,41 @@ speech.save("hello.wav")
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import secrets
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Generator, Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
 
 import numpy as np
+from tokenizers import Tokenizer
 
 from voxport.errors import UserError
 from voxport.manifest import HIGGS, Manifest, verify_files
 from voxport.progress import bar
-from voxport.run.audio import Reference, load_reference
+from voxport.run.audio import Reference
+from voxport.run.batch import Batch, Cue, Heard, Performance
 from voxport.run.codec import DECODER, ENCODER, Codec
 from voxport.run.decoder import Decoder
 from voxport.run.delay import apply_delay
-from voxport.run.sampler import Dice, check_sampling, check_seed, is_greedy
+from voxport.run.proof import AUDIO_EMBED, BODY, HEADS, TEXT_EMBED
+from voxport.run.request import Request, Wish, check_context, check_reference, check_wish, count_rows
+from voxport.run.sampler import is_greedy
 from voxport.run.session import Engine, Parts, check_alive
-from voxport.run.speech import Speech, Stopwatch, Timings, measure_health, read_timings
+from voxport.run.speech import Speech, Stopwatch, measure_health, read_timings
+from voxport.run.stamps import Stamps
+from voxport.run.stream import SpeechStream
 from voxport.run.take import Take
-from voxport.run.text import Prompt, Script, build_prompt, check_script, frame_cap, load_tokenizer, most_frames
+from voxport.run.text import TAG, Prompt, build_prompt, load_tokenizer
+from voxport.run.trust import Trust
+from voxport.run.voices import Voice
 
-BODY, HEADS, TEXT_EMBED, AUDIO_EMBED = "llm_decoder", "audio_heads", "text_embed", "audio_embed"
-DRAWN_SEEDS = 1 << 31  # a seed that is drawn stays short enough to be typed again
+BATCH = 4  # utterances at once: the weights are read once for all, and arithmetic is not yet the limit on two cores
 PATTERN_STRIDE = 37  # odd, so that the fixed pattern of the self test visits every code of a power-of-two codebook
 
 
-@dataclass(frozen=True)
-class Request:
-    """One utterance as asked for, checked before any part is loaded."""
-
-    script: Script
-    ref_script: Script | None
-    reference: Reference | None
-    dice: Dice
-    max_frames: int
-
-    @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the checks found strange but usable."""
-        checked = (self.script, self.ref_script, self.reference)
-        return tuple(warning for part in checked if part is not None for warning in part.warnings)
-
-
 def _warn(message: str) -> None:
-    warnings.warn(message, stacklevel=4)
+    warnings.warn(message, stacklevel=7)  # whoever called speak()
 
 
 class Speaker:
@@ -63,11 +50,14 @@ class Speaker:
     Several threads may share one Speaker: nothing of an utterance is kept in it.
     """
 
-    def __init__(self, folder: Path, manifest: Manifest, parts: Parts, warn: Callable[[str], None] = _warn):
+    def __init__(
+        self, folder: Path, manifest: Manifest, parts: Parts, warn: Callable[[str], None] = _warn, verify: bool = True
+    ):
         self.folder = Path(folder)
         self.manifest = manifest
         self.parts = parts
         self.codec = Codec(parts, manifest)
+        self.trust = Trust(parts, manifest) if verify else None
         self.warn = warn
 
     @classmethod
@@ -79,13 +69,17 @@ class Speaker:
         threads: int | None = None,
         allow_fallback: bool = False,
         warn: Callable[[str], None] = _warn,
+        verify: bool = True,
     ) -> Speaker:
-        """Open a build folder: `provider` cpu, cuda, dml, coreml or a full name (default: what the build is for)."""
+        """Open a build folder: `provider` cpu, cuda, dml, coreml or a full name (default: what the build is for).
+
+        Parts replay the build's proof before they first speak on a provider and machine, unless `verify` is False.
+        """
         manifest = Manifest.read(Path(folder))
         if manifest.family != HIGGS:
             raise UserError(f"{folder} holds a {manifest.family} build; this speaker reads {HIGGS}")
         engine = Engine.choose(provider, threads, allow_fallback, manifest.target.device)
-        return cls(Path(folder), manifest, Parts(Path(folder), manifest, engine), warn)
+        return cls(Path(folder), manifest, Parts(Path(folder), manifest, engine, Stamps(folder).verify), warn, verify)
 
     def speak(
         self,
@@ -99,157 +93,191 @@ class Speaker:
         seed: int | None = None,
         max_frames: int | None = None,
         tags: str = "error",
+        voice: Voice | None = None,
         progress: bool | None = None,
     ) -> Speech:
-        """Speak `text`, in the voice of `ref_audio` (a file or (samples, rate)) if given, with its transcript `ref_text`.
+        """Speak `text`, in the voice of `ref_audio` (a file or (samples, rate)) if given, with its transcript `ref_text`,
+        or in a `voice` that was heard before.
 
         Sampling values left out are the build's; a seed left out is drawn; `max_frames` left out follows from the text.
         `progress` shows a bar (None: on a terminal). UserError before anything is loaded if the request cannot be met.
         """
+        wish = Wish(text, ref_audio, ref_text, temperature, top_k, top_p, seed, max_frames, tags, voice)
+        return self.grant(wish, progress)
+
+    def speak_stream(self, text: str, **options) -> SpeechStream:
+        """Like `speak`, as an iterable of samples [n] float32 that come while the rest is still being made."""
+        return self.stream(Wish(text, **options), progress=False)
+
+    def speak_many(self, wishes: Iterable[Wish], size: int = BATCH) -> Iterator[tuple[int, Speech | UserError]]:
+        """Speak many texts, up to `size` at once. Yields (index, speech), in the order in which they are over; a text that
+        fails yields its error instead and holds up no other."""
+        queue, heard, batch = enumerate(wishes), Heard(), None
+        places: dict[Performance, int] = {}
+        while True:
+            while batch is None or batch.has_room:
+                index, wish = next(queue, (None, None))
+                if wish is None:
+                    break
+                try:
+                    member = self._begin(self._check(wish), Stopwatch(), heard)
+                    batch = batch or Batch(self, size)
+                    batch.admit(member)
+                    places[member] = index
+                except UserError as error:
+                    yield index, error
+            if not places:
+                return
+            for member in batch.advance():
+                yield places.pop(member), self._outcome(member)
+
+    def hear(self, ref_audio: str | os.PathLike | tuple, ref_text: str | None = None, tags: str = "error") -> Voice:
+        """Listen to a reference once, to speak in its voice many times."""
+        return self.hear_reference(*self.check_reference(ref_audio, ref_text, tags))
+
+    def grant(self, wish: Wish, progress: bool | None = None) -> Speech:
+        """Check a wish, then hear, speak and decode: the stream, joined."""
+        stream = self.stream(wish, progress)
+        for _ in stream:
+            pass
+        return stream.speech
+
+    def stream(self, wish: Wish, progress: bool | None = None) -> SpeechStream:
+        """Check a wish; hear, speak and decode as the stream is read."""
         watch = Stopwatch()
-        given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-        dice = self.choose_dice({name: value for name, value in given.items() if value is not None}, seed)
-        request = self.check_request(text, ref_audio, ref_text, dice, max_frames, tags)
-        return self._speak(request, watch, progress)
+        chunks = self._perform(self._check(wish), watch, progress)
+        return SpeechStream(chunks, self.manifest.codec.sample_rate)
 
-    def choose_dice(self, given: dict[str, float], seed: int | None) -> Dice:
-        """The build's sampling defaults with `given` in their place, and a seed."""
-        sampling = check_sampling(dataclasses.replace(self.manifest.sampling, **given))
-        return Dice(sampling, secrets.randbelow(DRAWN_SEEDS) if seed is None else check_seed(seed))
-
-    def check_request(
-        self,
-        text: str,
-        ref_audio: str | os.PathLike | tuple | None,
-        ref_text: str | None,
-        dice: Dice,
-        max_frames: int | None,
-        tags: str,
-    ) -> Request:
-        """Check everything that can be checked without loading a part; warn about the rest."""
-        script = check_script(text, "the text", self.manifest, tags)
-        ref_script = None
-        if ref_text and self._hears_transcript(ref_audio):
-            ref_script = check_script(ref_text, "the reference text", self.manifest, tags)
-        cap = self._check_frames(max_frames, script)
-        reference = None
-        if ref_audio is not None:
-            reference = load_reference(ref_audio, self.manifest.codec, self.manifest.limits)
-        request = Request(script, ref_script, reference, dice, cap)
-        for warning in request.warnings:
-            self.warn(warning)
+    def _check(self, wish: Wish) -> Request:
+        request = check_wish(wish, self.manifest)
+        self._pass_on(request.warnings)
         return request
 
-    def _hears_transcript(self, ref_audio: object) -> bool:
-        if ref_audio is None:
-            self.warn("a reference text without reference audio has no effect")
-            return False
-        if self.manifest.tokens.ref_text is None:
-            self.warn("this checkpoint's tokenizer has no token for a reference text; it is ignored")
-            return False
-        return True
-
-    def _check_frames(self, max_frames: int | None, script: Script) -> int:
-        limits, num_codebooks = self.manifest.limits, self.manifest.audio.num_codebooks
-        if max_frames is None:
-            return frame_cap(script, limits, num_codebooks)
-        if not 1 <= max_frames <= most_frames(limits, num_codebooks):
-            raise UserError(f"--max-frames must lie in 1..{most_frames(limits, num_codebooks)}, not {max_frames}")
-        return max_frames
-
-    def _speak(self, request: Request, watch: Stopwatch, progress: bool | None) -> Speech:
-        reference_codes = self._encode_reference(request.reference, watch)
-        prompt, embeds = self._read_prompt(request, reference_codes, watch)
-        take = self._start_take(request)
+    def _perform(self, request: Request, watch: Stopwatch, progress: bool | None) -> Generator[np.ndarray, None, Speech]:
+        member = self._begin(request, watch, Heard())
+        batch = Batch(self, 1)
+        batch.admit(member)
         with bar(request.max_frames, "speaking", "frame", progress) as shown:
-            for settled_frames in self._perform(embeds, take, request.dice, watch):
-                shown.update(settled_frames - shown.n)
-        with watch.lap("decode"):
-            codes = take.codes()
-            samples = self.codec.decode(codes)
-        return self._make_speech(request, prompt, reference_codes, take, codes, samples, read_timings(watch))
+            while batch.members:
+                batch.advance()
+                shown.update(member.take.settled_frames - shown.n)
+                yield from member.sound()
+        return self._make_speech(member)
 
-    def _make_speech(
-        self,
-        request: Request,
-        prompt: Prompt,
-        reference_codes: np.ndarray | None,
-        take: Take,
-        codes: np.ndarray,
-        samples: np.ndarray,
-        timings: Timings,
-    ) -> Speech:
-        rate = self.manifest.codec.sample_rate
+    def _begin(self, request: Request, watch: Stopwatch, heard: Heard) -> Performance:
+        cue = self._prepare(request, watch, heard)
+        self._pass_on(self.parts.fallbacks())
+        return Performance.begin(request, cue, self._start_take(request), watch, self.codec)
+
+    def _outcome(self, member: Performance) -> Speech | UserError:
+        try:
+            for _ in member.sound():
+                pass
+            return self._make_speech(member)
+        except UserError as error:
+            return error
+
+    def _pass_on(self, warnings: tuple[str, ...]) -> None:
+        for warning in warnings:
+            self.warn(warning)
+
+    def _make_speech(self, member: Performance) -> Speech:
+        request, cue, take, samples = member.request, member.cue, member.take, member.playback.samples()
+        rate, timings = self.manifest.codec.sample_rate, read_timings(member.watch)
         return Speech(
             text=request.script.text,
             samples=samples,
             sample_rate=rate,
-            codes=codes,
+            codes=take.codes(),
             rows=take.rows.copy(),
-            prompt_ids=prompt.ids,
-            reference_codes=reference_codes,
+            prompt_ids=cue.prompt.ids,
+            reference_codes=cue.voice.codes if cue.voice else None,
             finish_reason=take.finish_reason,
             seed=request.dice.seed,
             sampling=request.dice.sampling,
             max_frames=request.max_frames,
             providers=self.parts.providers(),
-            warnings=request.warnings,
+            warnings=request.warnings + self.parts.fallbacks(),
             timings=timings,
             health=measure_health(timings, take, len(samples) / rate, self._bytes_per_row()),
         )
 
-    def _encode_reference(self, reference: Reference | None, watch: Stopwatch) -> np.ndarray | None:
+    def _prepare(self, request: Request, watch: Stopwatch, heard: Heard) -> Cue:
+        """Write the prompt, hear the voice, embed the text. The model is loaded only once all of it is known to fit."""
+        voice = heard.find(request) or request.voice
+        codes = voice.codes if voice else self._encode(request.reference, watch)
+        ref_text = voice.ref_text if voice else request.ref_text
+        with watch.lap("load"):
+            tokenizer = self.tokenizer
+        prompt = build_prompt(tokenizer, self.manifest.tokens, request.script.text, ref_text, self._count_rows(codes))
+        check_context(request, len(prompt.ids), self._count_rows(codes), self.manifest)
+        with watch.lap("load"):
+            self._load(TEXT_EMBED, AUDIO_EMBED, BODY, HEADS, DECODER)
+        if codes is not None and voice is None:
+            voice = heard.keep(request, self._hear_prompt(prompt, codes, ref_text, watch))
+        start = 0 if voice is None else prompt.ref_span[1]
+        with watch.lap("prefill"):
+            embeds = self.embed_prompt(Prompt(prompt.ids[start:], None), None)
+        return Cue(prompt, voice, embeds)
+
+    def _count_rows(self, codes: np.ndarray | None) -> int:
+        return 0 if codes is None else len(codes) + self.manifest.audio.num_codebooks - 1
+
+    def _encode(self, reference: Reference | None, watch: Stopwatch) -> np.ndarray | None:
+        """[R, N] codes of a reference."""
         if reference is None:
             return None
         with watch.lap("load"):
-            self.parts.load(ENCODER)
+            self._load(ENCODER)
         with watch.lap("encode"):
             return self.codec.encode(reference.samples)
 
-    def _read_prompt(
-        self, request: Request, reference_codes: np.ndarray | None, watch: Stopwatch
-    ) -> tuple[Prompt, np.ndarray]:
-        """Prompt ids and their embeddings [1, P, D]; UserError if prompt and rows exceed the context."""
-        rows = None if reference_codes is None else apply_delay(reference_codes, self.manifest.audio)
-        with watch.lap("load"):
-            tokenizer = self.tokenizer
-        ref_text = request.ref_script.text if request.ref_script else None
-        num_rows = 0 if rows is None else len(rows)
-        prompt = build_prompt(tokenizer, self.manifest.tokens, request.script.text, ref_text, num_rows)
-        self._check_context(len(prompt.ids), num_rows, request.max_frames)
-        with watch.lap("load"):
-            self.parts.load(TEXT_EMBED, AUDIO_EMBED, BODY, HEADS, DECODER)
+    def _hear_prompt(self, prompt: Prompt, codes: np.ndarray, ref_text: str | None, watch: Stopwatch) -> Voice:
+        """Read a prompt up to its text. The text is always read apart, so that a saved voice speaks the same bits."""
         with watch.lap("prefill"):
-            return prompt, self.embed_prompt(prompt, rows)
+            ids = prompt.ids[: prompt.ref_span[1]]
+            rows = apply_delay(codes, self.manifest.audio)
+            _, cache = self.decoder.prefill(self.embed_prompt(Prompt(ids, prompt.ref_span), rows))
+            return Voice(codes, ref_text, ids, cache.read())
 
-    def _check_context(self, prompt_length: int, reference_rows: int, max_frames: int) -> None:
-        room, rows = self.manifest.limits.context_rows, max_frames + self.manifest.audio.num_codebooks - 1
-        if prompt_length + rows > room:
-            raise UserError(
-                f"the prompt takes {prompt_length} positions ({reference_rows} of them the reference) and up to "
-                f"{max_frames} frames take {rows}, together more than the {room} of this build; shorten the reference, "
-                "split the text, or lower --max-frames"
-            )
+    def check_reference(
+        self, ref_audio: str | os.PathLike | tuple, ref_text: str | None = None, tags: str = "error"
+    ) -> tuple[Reference, str | None]:
+        """The reference ready to be encoded, and the transcript that is heard with it; UserError if it holds no voice."""
+        reference, ref_text, warnings = check_reference(ref_audio, ref_text, tags, self.manifest)
+        self._pass_on(warnings)
+        return reference, ref_text
+
+    def hear_reference(self, reference: Reference, ref_text: str | None) -> Voice:
+        """Encode a reference and read it as the beginning of a prompt."""
+        watch = Stopwatch()
+        codes = self._encode(reference, watch)
+        prompt = build_prompt(self.tokenizer, self.manifest.tokens, "", ref_text, self._count_rows(codes))
+        if len(prompt.ids) >= self.manifest.limits.context_rows:
+            room = self.manifest.limits.context_rows
+            raise UserError(f"the reference takes {len(prompt.ids)} of the {room} positions of this build; shorten it")
+        self._load(TEXT_EMBED, AUDIO_EMBED, BODY)
+        return self._hear_prompt(prompt, codes, ref_text, watch)
+
+    def remember(self, speech: Speech) -> Voice:
+        """The voice of something that was spoken, for saying more in it."""
+        ref_text = self.manifest.tokens.ref_text and TAG.sub("", speech.text)
+        prompt = build_prompt(self.tokenizer, self.manifest.tokens, "", ref_text, self._count_rows(speech.codes))
+        return self._hear_prompt(prompt, speech.codes, ref_text, Stopwatch())
+
+    def running_provider(self) -> str:
+        """The provider on which the language model really runs."""
+        self._load(BODY)
+        return self.parts[BODY].provider
+
+    def _load(self, *names: str) -> None:
+        self.parts.load(*names)
+        if self.trust is not None:
+            self.trust.require(*names)
 
     def _start_take(self, request: Request) -> Take:
         guard = 0 if is_greedy(request.dice.sampling) else self.manifest.limits.plateau_frames
-        return Take(self.manifest.audio, request.max_frames + self.manifest.audio.num_codebooks - 1, guard)
-
-    def _perform(self, embeds: np.ndarray, take: Take, dice: Dice, watch: Stopwatch) -> Iterator[int]:
-        """Add rows to `take` until it is over; yields the number of settled frames after each row."""
-        decoder, heads = self.decoder, self.parts[HEADS]
-        with watch.lap("prefill"):
-            hidden, cache = decoder.prefill(embeds)
-        while True:
-            with watch.lap("rows"):
-                logits = check_alive(heads.run(hidden_states=hidden)[0, 0], "logits", heads)
-                take.add(dice.roll(logits, len(take)))
-            watch.mark("first_row")
-            yield take.settled_frames
-            if take.finish_reason:
-                return
-            with watch.lap("rows"):
-                hidden, cache = decoder.step(cache, self.embed_rows(take.next_input[None]))
+        return Take(self.manifest.audio, count_rows(request, self.manifest), guard)
 
     def embed_prompt(self, prompt: Prompt, reference_rows: np.ndarray | None) -> np.ndarray:
         """[1, P, D] float32: text embeddings with the reference rows [R + N - 1, N] laid over their span."""
@@ -266,8 +294,20 @@ class Speaker:
         """[L, N] rows -> [1, L, D]."""
         return self.parts[AUDIO_EMBED].run(codes=rows[None])
 
+    def read_logits(self, hidden: np.ndarray) -> np.ndarray:
+        """Hidden states [B, 1, D] -> [B, N, V]."""
+        heads, audio = self.parts[HEADS], self.manifest.audio
+        logits = heads.run(hidden_states=hidden)[:, 0]
+        if logits.shape[1:] != (audio.num_codebooks, audio.vocab_size):
+            wanted = [audio.num_codebooks, audio.vocab_size]
+            found = list(logits.shape[1:])
+            raise UserError(f"{heads.name} gives {found} logits a row, the manifest says {wanted}; build it again")
+        for its_logits in logits:
+            check_alive(its_logits, "logits", heads)
+        return logits
+
     @cached_property
-    def tokenizer(self):
+    def tokenizer(self) -> Tokenizer:
         """The build's tokenizer, verified when first used."""
         return load_tokenizer(self.folder, self.manifest)
 

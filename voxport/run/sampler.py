@@ -92,6 +92,35 @@ def draw(logits: np.ndarray, sampling: Sampling, uniform: np.ndarray | None) -> 
     return (total <= uniform[..., None] * total[..., -1:]).sum(axis=-1)
 
 
+def distance(logits: np.ndarray, sampling: Sampling, uniform: np.ndarray) -> np.ndarray:
+    """[N, V] logits and [N] uniforms -> [N]: how far each draw lies from another outcome.
+
+    Greedy: between the two largest logits. Sampled: the least of the distances between the last logit that top-k and top-p keep
+    and the next, of the sum at which top-p cuts, and of the uniform from the edges of the interval that it fell into.
+    """
+    if is_greedy(sampling):
+        best = np.sort(logits, axis=-1)[:, -2:]
+        return best[:, 1] - best[:, 0]
+    total = np.cumsum(probabilities(logits, sampling), axis=-1)
+    edges = np.abs(total - uniform[:, None] * total[:, -1:]).min(axis=-1)
+    scaled = logits.astype(np.float32) / np.float32(sampling.temperature)
+    return np.minimum(edges, _distance_of_filters(scaled, sampling))
+
+
+def _distance_of_filters(scaled: np.ndarray, sampling: Sampling) -> np.ndarray:
+    nearest, descending = np.full(len(scaled), np.inf), -np.sort(-scaled, axis=-1)
+    if 0 < sampling.top_k < scaled.shape[-1]:
+        nearest = descending[:, sampling.top_k - 1] - descending[:, sampling.top_k]
+        descending[:, sampling.top_k :] = -np.inf
+    if sampling.top_p < 1:
+        sums = np.cumsum(softmax(descending), axis=-1)
+        last = (sums <= sampling.top_p).sum(axis=-1, keepdims=True).clip(max=sums.shape[-1] - 2)
+        kept, dropped = (np.take_along_axis(descending, place, axis=-1)[:, 0] for place in (last, last + 1))
+        gap = np.where(np.isneginf(dropped), np.inf, kept - np.where(np.isneginf(dropped), 0, dropped))
+        nearest = np.minimum(nearest, np.minimum(np.abs(sums - sampling.top_p).min(axis=-1), gap))
+    return nearest
+
+
 @dataclass(frozen=True)
 class Dice:
     """How one utterance is sampled: the settings and its seed. Greedy sampling uses no random number."""

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 import os
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +17,7 @@ import onnxruntime as ort
 from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from voxport.errors import UserError, WorkError
-from voxport.manifest import Manifest, verify_files
+from voxport.manifest import FileRecord, Manifest, verify_files
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -25,6 +28,11 @@ REMEDIES = {
     "DmlExecutionProvider": "pip install onnxruntime-directml in place of onnxruntime (Windows only)",
     "CoreMLExecutionProvider": "pip install onnxruntime on macOS",
 }
+# Threads that have no work wait in a loop, which spares waking them between two operators of one graph. Here several graphs
+# take turns on the same cores: those of one must have stopped looping when the next one starts.
+SPINNING = {"session.intra_op.spin_duration_us": "200", "session.force_spinning_stop": "1"}
+CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
+LOOKUPS = ("text_embed", "audio_embed")  # parts that only look rows up: a second thread costs more than it does
 NUMPY_TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -67,9 +75,17 @@ def full_name(provider: str) -> str:
 
 def usable_cores() -> int:
     """Cores that this process may run on: a container or taskset often allows fewer than the machine has."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, _quota() or cores))
+
+
+def _quota() -> int | None:
+    """Cores' worth of time that a container's limit grants (cgroup v2), rounded up; None without a limit."""
+    try:
+        granted, period = CPU_LIMIT.read_text(encoding="ascii").split()
+        return math.ceil(int(granted) / int(period))
+    except (OSError, ValueError, ZeroDivisionError):  # "max" stands for no limit
+        return None
 
 
 def open_session(path: Path, engine: Engine) -> ort.InferenceSession:
@@ -104,6 +120,8 @@ def _options(engine: Engine) -> ort.SessionOptions:
     options.intra_op_num_threads = engine.threads
     options.inter_op_num_threads = 1
     options.log_severity_level = 3  # errors only: warnings about node placement are not the user's concern
+    for name, value in SPINNING.items():
+        options.add_session_config_entry(name, value)
     return options
 
 
@@ -159,33 +177,50 @@ class Graph:
 class Parts:
     """The graphs of a build folder, each verified against the manifest and loaded when it is first asked for."""
 
-    def __init__(self, folder: Path, manifest: Manifest, engine: Engine):
+    def __init__(
+        self, folder: Path, manifest: Manifest, engine: Engine, verify: Callable[[dict[str, FileRecord]], None] | None = None
+    ):
         self.folder = Path(folder)
         self.manifest = manifest
         self.engine = engine
+        self.verify = verify or (lambda files: verify_files(self.folder, files))
         self._graphs: dict[str, Graph] = {}
+        self._locks = {name: threading.Lock() for name in manifest.parts}
         self._lock = threading.Lock()
 
     def __getitem__(self, name: str) -> Graph:
+        with self._locks.get(name, self._lock):
+            graph = self._graphs.get(name) or self._load(name)
         with self._lock:
-            if name not in self._graphs:
-                self._graphs[name] = self._load(name)
-            return self._graphs[name]
+            return self._graphs.setdefault(name, graph)
 
     def load(self, *names: str) -> None:
-        """Load the parts called `names` now."""
-        for name in names:
-            self[name]
+        """Load the parts called `names` now, on every core that is allowed: ONNX Runtime loads a graph on one."""
+        with self._lock:
+            missing = [name for name in names if name not in self._graphs]
+        if missing:
+            with ThreadPoolExecutor(min(self.engine.threads, len(missing))) as pool:
+                list(pool.map(self.__getitem__, sorted(missing, key=self._size, reverse=True)))
+
+    def _size(self, name: str) -> int:
+        return sum(record.bytes for record in self.manifest.part(name).files.values())
 
     def providers(self) -> dict[str, str]:
         """The provider on which each loaded part really runs."""
         with self._lock:
             return {name: graph.provider for name, graph in self._graphs.items()}
 
+    def fallbacks(self) -> tuple[str, ...]:
+        """A warning for each loaded part that does not run on the provider that was asked for."""
+        asked = self.engine.provider
+        fallen = {name: got for name, got in self.providers().items() if got != asked}
+        return tuple(f"{name} runs on {got} because {asked} could not be had" for name, got in fallen.items())
+
     def _load(self, name: str) -> Graph:
         part = self.manifest.part(name)
-        verify_files(self.folder, part.files)
-        graph = Graph(open_session(self.folder / part.graph, self.engine), name)
+        self.verify(part.files)
+        engine = dataclasses.replace(self.engine, threads=1) if name in LOOKUPS else self.engine
+        graph = Graph(open_session(self.folder / part.graph, engine), name)
         graph.require([value.name for value in part.inputs], [value.name for value in part.outputs])
         return graph
 

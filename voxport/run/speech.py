@@ -15,7 +15,7 @@ import numpy as np
 from voxport.errors import WorkError
 from voxport.files import atomic_path
 from voxport.manifest import Sampling
-from voxport.run.audio import FADE_SECONDS, fade_end, write_wav
+from voxport.run.audio import FADE_SECONDS, Form, check_output, fade_end, write_sound
 from voxport.run.take import EOC, Take
 
 
@@ -32,6 +32,10 @@ class Stopwatch:
         """Seconds since the start."""
         return time.perf_counter() - self.started
 
+    def add(self, name: str, seconds: float) -> None:
+        """Add seconds to the step `name`."""
+        self.laps[name] = self.laps.get(name, 0.0) + seconds
+
     def mark(self, name: str) -> None:
         """Note the time of the first call under this name."""
         self.marks.setdefault(name, self.total)
@@ -43,20 +47,27 @@ class Stopwatch:
         try:
             yield
         finally:
-            self.laps[name] = self.laps.get(name, 0.0) + time.perf_counter() - started
+            self.add(name, time.perf_counter() - started)
 
 
 @dataclass(frozen=True)
 class Timings:
-    """Seconds. `first_row` is from the request to the first row and `total` to the end, both without `load`."""
+    """Seconds. From the request to the first row, the first sound and the end, each without `load`, run `first_row`,
+    `first_sound` and `total`; who listens to a stream may hold it up, which counts there and in no other figure."""
 
     load: float
     encode: float
     prefill: float
     first_row: float
+    first_sound: float
     rows: float
     decode: float
     total: float
+
+    @property
+    def busy(self) -> float:
+        """Seconds of work."""
+        return self.encode + self.prefill + self.rows + self.decode
 
 
 @dataclass(frozen=True)
@@ -107,9 +118,9 @@ class Speech:
         """[T * hop] the samples that a file gets."""
         return fade_end(self.samples, self.sample_rate) if self.fade_seconds else self.samples
 
-    def save(self, path: str | os.PathLike) -> None:
-        """Write a mono 16-bit WAV, whole or not at all."""
-        write_wav(path, self.faded(), self.sample_rate)
+    def save(self, path: str | os.PathLike, form: Form = Form()) -> None:
+        """Write a mono file of the kind that its ending names (16-bit unless `form` differs), whole or not at all."""
+        write_sound(path, self.faded(), self.sample_rate, form)
 
     def save_codes(self, path: str | os.PathLike) -> None:
         """Write prompt_ids, rows, codes and, for a clone, reference_codes (all int64) as .npz."""
@@ -117,7 +128,7 @@ class Speech:
         if self.reference_codes is not None:
             arrays["reference_codes"] = self.reference_codes
         try:
-            with atomic_path(path) as temporary, open(temporary, "wb") as file:
+            with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
                 np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
         except OSError as error:
             raise WorkError(f"cannot write {path}: {error}") from error
@@ -148,8 +159,8 @@ class Speech:
         health, rss = self.health, self.health.peak_rss_mb
         return (
             f"{self.seconds:.2f} s of speech, {len(self.codes)} frames at {health.frames_per_second:.1f} frames/s "
-            f"({health.gb_per_second:.2f} GB/s), RTF {health.real_time_factor:.2f}, first row after "
-            f"{self.timings.first_row:.2f} s, peak RSS {'unknown' if rss is None else f'{rss:.0f} MB'}, "
+            f"({health.gb_per_second:.2f} GB/s), RTF {health.real_time_factor:.2f}, first sound after "
+            f"{self.timings.first_sound:.2f} s, peak RSS {'unknown' if rss is None else f'{rss:.0f} MB'}, "
             f"stopped by {self.finish_reason}, seed {self.seed}"
         )
 
@@ -157,7 +168,8 @@ class Speech:
 def read_timings(watch: Stopwatch) -> Timings:
     """The figures of one utterance that is done."""
     laps = {name: watch.laps.get(name, 0.0) for name in ("load", "encode", "prefill", "rows", "decode")}
-    return Timings(**laps, first_row=watch.marks["first_row"] - laps["load"], total=watch.total - laps["load"])
+    since = {name: watch.marks[name] - laps["load"] for name in ("first_row", "first_sound")}
+    return Timings(**laps, **since, total=watch.total - laps["load"])
 
 
 def measure_health(timings: Timings, take: Take, seconds: float, weight_bytes: int) -> Health:
@@ -166,7 +178,7 @@ def measure_health(timings: Timings, take: Take, seconds: float, weight_bytes: i
     return Health(
         frames_per_second=take.settled_frames / rows_seconds,
         gb_per_second=weight_bytes * take.num_steps / rows_seconds / 1e9,
-        real_time_factor=timings.total / seconds,
+        real_time_factor=timings.busy / seconds,
         peak_rss_mb=peak_rss_mb(),
     )
 

@@ -45,12 +45,13 @@ def check_script(text: str, what: str, manifest: Manifest, policy: str = "error"
     trimmed or normalised: spaces, line breaks and invisible characters go to the tokenizer as they are.
     """
     _check_characters(text, what)
-    text, warnings = _treat_unknown_tags(text, what, manifest.control_tags | manifest.structural_tokens, manifest, policy)
+    text, warnings = _treat_unknown_tags(text, what, manifest, policy)
     for token in manifest.structural_tokens:
         if token in text:
             raise UserError(f"{what} holds {token!r}, which steers the model and cannot be spoken; take it out")
-    spoken, num_tags = TAG.subn(lambda tag: "" if tag[0] in manifest.control_tags else tag[0], text)
-    num_tags -= sum(tag not in manifest.control_tags for tag in TAG.findall(text))
+    control = manifest.control_tags
+    num_tags = sum(tag in control for tag in TAG.findall(text))
+    spoken = TAG.sub(lambda tag: "" if tag[0] in control else tag[0], text)
     if not any(character.isalnum() for character in TAG.sub("", spoken)):
         raise UserError(f"{what} {text[:40]!r} has no letter or digit to speak; write at least one word")
     return Script(text, spoken, num_tags, warnings)
@@ -67,11 +68,10 @@ def _check_characters(text: str, what: str) -> None:
         raise UserError(f"{what} is not valid Unicode at character {error.start}; save or pass it as UTF-8") from None
 
 
-def _treat_unknown_tags(
-    text: str, what: str, known: dict[str, int], manifest: Manifest, policy: str
-) -> tuple[str, tuple[str, ...]]:
+def _treat_unknown_tags(text: str, what: str, manifest: Manifest, policy: str) -> tuple[str, tuple[str, ...]]:
     if policy not in TAG_POLICIES:
         raise UserError(f"--tags must be one of {', '.join(TAG_POLICIES)}, not {policy!r}")
+    known = manifest.control_tags | manifest.structural_tokens
     unknown = _unknown_tags(text, known)
     if not unknown:
         return text, ()

@@ -1,0 +1,99 @@
+"""Judge: is a build the original? Part by part and as a whole, against the PyTorch reference, and by ear."""
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from voxport.build.checkpoint import Checkpoint
+from voxport.errors import DONE, FAILED, UserError, run_script, say
+from voxport.files import write_json
+from voxport.judge import report
+from voxport.judge.finding import PASS, verdict
+from voxport.judge.listeners import Whisper
+from voxport.judge.page import write_page
+from voxport.judge.reference import find_reference
+from voxport.judge.trial import Questions, Trial, beside, try_build
+from voxport.run.higgs import Speaker
+
+DEFAULT_TEXTS = ("Hello there, and welcome aboard the morning train.", "What shall we do now? The light changes.")
+TEXTS_NAME = "eval_texts.txt"
+GREEDY_TEXTS = 2  # texts of the greedy run and the teacher-forced comparison; all texts are for the listener
+
+
+def parser() -> argparse.ArgumentParser:
+    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog="exit codes: 0 every level passed, 1 not, 2 wrong input")
+    p.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="build folder to judge")
+    p.add_argument("--reference", metavar="DIR|demo", help="the original checkpoint (default: the one that the manifest records)")
+    p.add_argument("--compare", type=Path, metavar="DIR", help="judge a second build of the same checkpoint beside it")
+    p.add_argument("--texts", type=Path, metavar="FILE",
+                   help=f"one text a line to speak (default: the checkpoint's {TEXTS_NAME}, else two English sentences)")  # fmt: skip
+    p.add_argument("--ref-audio", metavar="WAV", help="also clone this voice, with the first text")
+    p.add_argument("--ref-text", help="transcript of --ref-audio")
+    p.add_argument("--frames", type=int, default=48, metavar="T", help="frames of 1/25 s of each greedy run (default: 48)")
+    p.add_argument("--asr", metavar="NAME|DIR", help="Whisper model that hears the speech, e.g. tiny.en, or a folder that holds one;"
+                   " needs requirements-listen.txt (default: nobody listens)")  # fmt: skip
+    p.add_argument("--provider", help="cpu, cuda or an ONNX Runtime name (default: the device of the build)")
+    p.add_argument("--allow-fallback", action="store_true", help="judge on the CPU if the provider cannot be had")
+    p.add_argument("--threads", type=int, help="CPU threads (default: every usable core)")
+    p.add_argument("--output", type=Path, metavar="FILE", help="also write the report as JSON to this file")
+    p.add_argument("--html", type=Path, metavar="FILE", help="also write the report as one self-contained page")
+    p.add_argument("--json", action="store_true", help="print the report as one JSON object on stdout")
+    return p
+
+
+def read_texts(given: Path | None, checkpoint: Path) -> list[str]:
+    """The texts to speak; UserError if the file cannot be read or has none."""
+    path = given or checkpoint / TEXTS_NAME
+    if given is None and not path.is_file():
+        return list(DEFAULT_TEXTS)
+    try:
+        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--texts {path} cannot be read ({error})") from error
+    if not texts:
+        raise UserError(f"--texts {path} holds no text")
+    return texts
+
+
+def ask(args: argparse.Namespace, checkpoint: Checkpoint) -> Questions:
+    """What each build is asked."""
+    texts = read_texts(args.texts, checkpoint.folder)
+    requests = [{"text": text} for text in texts[:GREEDY_TEXTS]]
+    if args.ref_audio:
+        requests.append({"text": texts[0], "ref_audio": args.ref_audio, "ref_text": args.ref_text})
+    return Questions(requests, args.frames, Whisper(args.asr) if args.asr else None, texts if args.asr or args.html else ())
+
+
+def try_folder(folder: Path, args: argparse.Namespace) -> Trial:
+    """Judge one folder and print its table."""
+    # a judge must look at a build that its own proof would refuse
+    speaker = Speaker.load(
+        folder, provider=args.provider, threads=args.threads, allow_fallback=args.allow_fallback, verify=False,
+        warn=lambda message: say(f"warning: {message}"),
+    )  # fmt: skip
+    checkpoint = Checkpoint.open(find_reference(args.reference, speaker.manifest))
+    trial = try_build(speaker, checkpoint, args.reference or speaker.manifest.source.id, ask(args, checkpoint))
+    stream = sys.stderr if args.json else sys.stdout
+    say(report.table(trial.findings), stream)
+    say(f"verdict: {verdict(trial.findings)}", stream)
+    return trial
+
+
+def main(argv: list[str]) -> int:
+    args = parser().parse_args(argv)
+    if args.frames < 1:
+        raise UserError(f"--frames must be at least 1, not {args.frames}")
+    trials = [try_folder(folder, args) for folder in (args.model_path, args.compare) if folder is not None]
+    results = [trial.result for trial in trials]
+    if args.output:
+        write_json(args.output, results[0] if len(results) == 1 else {"builds": results})
+    if args.html:
+        write_page(args.html, results[0], beside(trials))
+    if args.json:
+        print(json.dumps(results[0] if len(results) == 1 else {"builds": results}))
+    return DONE if all(verdict(trial.findings) == PASS for trial in trials) else FAILED
+
+
+if __name__ == "__main__":
+    sys.exit(run_script(main))

@@ -1,0 +1,205 @@
+"""Finding a checkpoint: on the hub (a stand-in on this machine), in model/, in a folder; and staying off the network."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from checkpoints import CONFIG_FILES, tiny_tensors, with_duplicates, write_checkpoint
+from conftest import DEMO, ROOT, TINY, run_cli
+from hub import NEW_ID, OLD_ID, REVISION, serve
+
+from voxport.build.download import DEFAULT_ID, find_checkpoint
+from voxport.errors import UserError
+from voxport.manifest import Manifest
+
+FIND = """
+import sys
+from pathlib import Path
+from voxport.build.download import find_checkpoint
+from voxport.errors import run_script
+def main(argv):
+    found = find_checkpoint(argv[0], Path("model"), "--skip-download" in argv)
+    print(found.id, found.revision, found.folder.as_posix())
+    return 0
+sys.exit(run_script(main))
+"""
+WANTED = {*CONFIG_FILES, "model.safetensors", "LICENSE"}
+
+
+@pytest.fixture(scope="module")
+def repository(tmp_path_factory):
+    """The tiny checkpoint with a licence, as a hub repository that also holds what nobody needs.
+
+    In float32 and with the tied heads stored twice, 16 MB: the hub's client resumes in steps of 10 MB.
+    """
+    tensors = {name: tensor.float() for name, tensor in with_duplicates(tiny_tensors()).items()}
+    folder = write_checkpoint(tmp_path_factory.mktemp("hub") / "repository", tensors)
+    (folder / "LICENSE").write_text("Licence of the stand-in\n", encoding="utf-8")
+    for name in ("big.bin", "README.md", "chat_template.jinja", "model.gguf"):
+        (folder / name).write_bytes(b"x" * 1000)
+    return folder
+
+
+@pytest.fixture
+def hub(repository):
+    with serve(repository) as served:
+        yield served
+
+
+def environment(hub, tmp_path, **more) -> dict[str, str]:
+    """huggingface_hub reads its variables when it is imported, so that every test asks from a process of its own."""
+    quiet = dict.fromkeys(("HF_HUB_DISABLE_XET", "HF_HUB_DISABLE_TELEMETRY", "HF_HUB_DISABLE_PROGRESS_BARS"), "1")
+    here = {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "hf"), "NO_PROXY": "127.0.0.1", "PYTHONPATH": str(ROOT)}
+    return {**quiet, **here, **more}
+
+
+def find(hub, tmp_path, *arguments, **more) -> subprocess.CompletedProcess:
+    env = {**os.environ, **environment(hub, tmp_path, **more)}
+    command = [sys.executable, "-c", FIND, *arguments]
+    return subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+
+
+def one_line(done: subprocess.CompletedProcess, code: int) -> str:
+    """The error of a run that failed as a user may see it."""
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("error: ")
+    return done.stderr.splitlines()[-1]
+
+
+@pytest.mark.parametrize("name", [NEW_ID, OLD_ID], ids=["new_id", "old_id"])
+def test_only_needed_files_are_downloaded_under_either_id(name, hub, tmp_path, repository):
+    done = find(hub, tmp_path, name)
+    assert done.returncode == 0, done.stderr
+    folder = "model/" + name.split("/")[1]
+    assert done.stdout.split() == [name, REVISION, folder]
+    assert hub.fetched() == WANTED
+    for file in WANTED:
+        assert (tmp_path / folder / file).read_bytes() == (repository / file).read_bytes()
+
+
+def test_a_finished_download_is_not_repeated(hub, tmp_path):
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    hub.requests.clear()
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    assert hub.fetched() == set()
+
+
+def test_a_connection_that_breaks_is_resumed_where_it_broke(hub, tmp_path, repository):
+    hub.cut.add("model.safetensors")
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    first, second = hub.ranges("model.safetensors")
+    assert first is None
+    assert int(second.removeprefix("bytes=").removesuffix("-")) >= 10_000_000
+    assert (tmp_path / "model/higgs-tts-3-4b/model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+
+
+def test_a_download_that_failed_keeps_the_files_that_are_whole(hub, tmp_path):
+    hub.gone.add("model.safetensors")
+    message = one_line(find(hub, tmp_path, NEW_ID), code=1)
+    assert NEW_ID in message
+    assert "run again" in message
+    hub.gone.clear()
+    had = {path.name for path in (tmp_path / "model/higgs-tts-3-4b").iterdir() if path.is_file()}
+    hub.requests.clear()
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    assert hub.fetched() == WANTED - had
+
+
+def test_an_unknown_repository_is_the_users_mistake(hub, tmp_path):
+    message = one_line(find(hub, tmp_path, "somebody/else"), code=2)
+    assert "somebody/else" in message
+
+
+def test_an_unreachable_hub_is_one_line(hub, tmp_path):
+    message = one_line(find(hub, tmp_path, NEW_ID, HF_ENDPOINT="http://127.0.0.1:9"), code=1)
+    assert NEW_ID in message
+    assert "--checkpoint" in message
+
+
+def test_a_disk_that_is_too_small_is_seen_before_the_first_byte(hub, tmp_path):
+    small = "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 20, 0, 1 << 20)\n"
+    (tmp_path / "sitecustomize.py").write_text(small)
+    message = one_line(find(hub, tmp_path, NEW_ID, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"), code=2)
+    assert "GB is free" in message
+    assert "--checkpoint" in message
+    assert hub.fetched() == set()
+
+
+def test_files_that_are_there_already_need_no_disk(hub, tmp_path):
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    full = "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(1, 1, 0)\n"
+    (tmp_path / "sitecustomize.py").write_text(full)
+    assert find(hub, tmp_path, NEW_ID, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").returncode == 0
+
+
+def test_a_download_killed_in_the_middle_is_not_taken_as_complete(hub, tmp_path, repository):
+    """What is there by then has another name; the next run asks for the rest."""
+    folder = tmp_path / "model" / "higgs-tts-3-4b"
+    partial = folder / ".cache" / "huggingface" / "download" / "abc.def.incomplete"
+    partial.parent.mkdir(parents=True)
+    partial.write_bytes((repository / "model.safetensors").read_bytes()[:1000])
+    one_line(find(hub, tmp_path, NEW_ID, "--skip-download"), code=2)
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+
+
+OFFLINE = pytest.mark.parametrize(
+    "arguments, env", [((), {"HF_HUB_OFFLINE": "1"}), (("--skip-download",), {})], ids=["variable", "flag"]
+)
+
+
+@OFFLINE
+def test_without_network_and_copy_the_remedy_is_named(arguments, env, hub, tmp_path):
+    message = one_line(find(hub, tmp_path, NEW_ID, *arguments, **env), code=2)
+    assert "higgs-tts-3-4b" in message
+    assert "downloading is switched off" in message
+    assert hub.requests == []
+
+
+@OFFLINE
+def test_without_network_an_earlier_download_serves_with_its_revision(arguments, env, hub, tmp_path):
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    hub.requests.clear()
+    done = find(hub, tmp_path, NEW_ID, *arguments, **env)
+    assert done.stdout.split()[1] == REVISION, done.stderr
+    assert hub.requests == []
+
+
+def test_files_copied_in_by_hand_serve_without_a_revision(hub, tmp_path, repository):
+    shutil.copytree(repository, tmp_path / "model" / "higgs-tts-3-4b")
+    done = find(hub, tmp_path, NEW_ID, "--skip-download")
+    assert done.stdout.split()[1] == "None", done.stderr
+
+
+def test_a_build_from_the_hub_records_id_and_revision(hub, tmp_path):
+    arguments = ["--checkpoint", OLD_ID, "--components", "audio_embed"]
+    done = run_cli("optimize.py", *arguments, env=environment(hub, tmp_path), cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    manifest = Manifest.read(tmp_path / "onnx" / "cpu_int4")
+    assert (manifest.source.id, manifest.source.revision) == (OLD_ID, REVISION)
+    assert manifest.licence.name == "Licence of the stand-in"
+    assert Path(manifest.source.path) == tmp_path / "model" / "higgs-audio-v3-tts-4b"
+
+
+def test_the_demo_and_a_folder_need_no_network(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert find_checkpoint("demo", tmp_path, False).folder == DEMO
+    found = find_checkpoint(str(TINY), tmp_path, False)
+    assert (found.id, found.revision, found.folder) == (str(TINY), None, TINY)
+
+
+@pytest.mark.parametrize(
+    "name", ["nothing", "./nothing", "/nothing/here", "~/nothing", "a/b/c", "", "../x", "a/", "a/..", "a--b/c", "ä/b", "a b/c"]
+)
+def test_a_name_that_is_neither_folder_nor_id_is_refused(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="neither 'demo', nor an existing folder, nor a hub id"):
+        find_checkpoint(name, tmp_path, False)
+
+
+def test_the_default_is_the_published_checkpoint():
+    assert DEFAULT_ID == OLD_ID

@@ -1,0 +1,192 @@
+"""Many lines into a folder: names, settings of their own, bad lines, interruption."""
+
+import json
+
+import numpy as np
+import pytest
+import soundfile
+from run_fakes import encoder_session, make_manifest
+from test_run_batch import listening_heads
+from test_run_speak import VOICE, make_speaker
+
+from voxport.errors import UserError
+from voxport.run.audio import Form, write_sound
+from voxport.run.lines import Recital, read_lines
+from voxport.run.request import Wish
+from voxport.run.voices import Shelf
+
+BUILD = {"target": "cpu_fp32"}
+COMMON = Wish("", max_frames=25, seed=7)
+
+
+def speaker():
+    return make_speaker(audio_heads=listening_heads(), audio_encoder=encoder_session(code=2))
+
+
+def write(tmp_path, name, *lines):
+    path = tmp_path / name
+    path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines) + "\n", encoding="utf-8")
+    return read_lines(path)
+
+
+def recite(tmp_path, lines, common=COMMON, made=None, build=BUILD, form=Form()):
+    recital = Recital(made or speaker(), tmp_path / "out", common, Shelf(tmp_path / "voices"), build, form)
+    return {outcome.line.name: outcome for outcome in recital.speak(lines, 2)}
+
+
+def test_every_line_of_a_text_file_gets_a_file_named_by_its_number(tmp_path):
+    lines = write(tmp_path, "a.txt", "Hello there", "", "  ", "And you", "No")
+    assert [line.name for line in lines] == ["0001", "0004", "0005"]
+    outcomes = recite(tmp_path, lines)
+    assert all(outcome.speech is not None for outcome in outcomes.values())
+    for name in ("0001", "0004", "0005"):
+        sound, rate = soundfile.read(tmp_path / "out" / f"{name}.wav")
+        told = json.loads((tmp_path / "out" / f"{name}.json").read_text(encoding="utf-8"))
+        assert len(sound) == len(outcomes[name].speech.samples) and rate == 1000
+        assert told["text"] == outcomes[name].speech.text and told["build"] == BUILD and told["seed"] == 7
+
+
+def test_an_object_brings_name_seed_and_voice_of_its_own(tmp_path):
+    shelf = Shelf(tmp_path / "voices")
+    shelf.save("Anna", speaker(), VOICE, "What it says")
+    write_sound(tmp_path / "b.wav", VOICE[0], VOICE[1])
+    lines = write(
+        tmp_path,
+        "a.jsonl",
+        {"text": "Hello you", "name": "first", "seed": 1},
+        {"text": "Hello you", "voice": "Anna"},
+        {"text": "Hello you", "name": "ref", "ref_audio": str(tmp_path / "b.wav"), "max_frames": 9, "temperature": 0},
+    )
+    made = recite(tmp_path, lines)
+    assert set(made) == {"first", "0002", "ref"}
+    assert made["first"].speech.seed == 1 and made["0002"].speech.seed == 7
+    assert made["first"].speech.reference_codes is None and len(made["0002"].speech.reference_codes) == 100
+    assert made["ref"].speech.max_frames == 9 and made["ref"].speech.sampling.temperature == 0
+    alone = speaker().speak("Hello you", voice=shelf.load("Anna", speaker()), seed=7, max_frames=25)
+    assert made["0002"].speech.rows.tolist() == alone.rows.tolist()
+
+
+def test_a_bad_line_is_told_and_the_others_are_spoken(tmp_path):
+    lines = write(
+        tmp_path,
+        "a.jsonl",
+        {"text": "Hello"},
+        "{not json",
+        {"text": "Hi", "speed": 2},
+        {"name": "x"},
+        {"text": "..."},
+        {"text": "Hi", "voice": "Nobody"},
+        {"text": "Hi", "name": "../x"},
+        {"text": "Hi", "seed": "1"},
+        {"text": "Hi", "seed": True},
+        "[1]",
+        "[" * 100_000,
+        {"text": "Bye", "name": "last"},
+    )
+    outcomes = recite(tmp_path, lines)
+    assert {name for name, outcome in outcomes.items() if outcome.speech} == {"0001", "last"}
+    messages = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error}
+    assert "unknown key 'speed'" in messages["0003"] and "no voice 'Nobody'" in messages["0006"]
+    assert "plain file name" in messages["0007"] and "seed must not be '1'" in messages["0008"]
+    assert len(messages) == 10
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0001.json", "0001.wav", "last.json", "last.wav"]
+
+
+def test_two_lines_of_one_name_do_not_overwrite_each_other(tmp_path):
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "A"}, {"text": "Bye", "name": "a"})
+    outcomes = recite(tmp_path, lines)
+    assert outcomes["A"].speech.text == "Hello" and "called 'a' too" in str(outcomes["a"].error)
+
+
+def test_what_was_spoken_before_an_interruption_is_not_spoken_again(tmp_path):
+    lines = write(tmp_path, "a.txt", "Hello there", "And you", "No")
+
+    class Stop(Exception):
+        pass
+
+    made = speaker()
+    recital = Recital(made, tmp_path / "out", COMMON, Shelf(tmp_path / "voices"), BUILD, Form())
+    with pytest.raises(Stop):
+        for _ in recital.speak(lines, 1):
+            raise Stop
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0001.json", "0001.wav"]
+    before = (tmp_path / "out" / "0001.wav").read_bytes()
+    outcomes = recite(tmp_path, lines)
+    assert outcomes["0001"].speech is None and outcomes["0001"].error is None
+    assert outcomes["0002"].speech and outcomes["0003"].speech
+    assert (tmp_path / "out" / "0001.wav").read_bytes() == before
+    idle = speaker()
+    recite(tmp_path, lines, made=idle)
+    assert idle.parts.loaded == []
+
+
+VOICE_BY_CODE = {code: make_speaker(audio_encoder=encoder_session(code=code)).hear(VOICE) for code in (1, 2)}
+CHANGED = {
+    "voice": dict(common=Wish("", max_frames=25, seed=7, voice=VOICE_BY_CODE[1])),
+    "text": dict(line={"text": "Bye", "name": "a"}),
+    "seed": dict(line={"text": "Hello", "name": "a", "seed": 2}),
+    "settings": dict(common=Wish("", max_frames=26, seed=7)),
+    "build": dict(build={"target": "cpu_int4"}),
+    "form": dict(form=Form("pcm24")),
+}
+
+
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_a_line_that_asks_for_something_else_is_spoken_again(change, tmp_path):
+    recite(tmp_path, write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"}))
+    change = dict(change)
+    line = change.pop("line", {"text": "Hello", "name": "a"})
+    assert recite(tmp_path, write(tmp_path, "a.jsonl", line), **change)["a"].speech is not None
+
+
+@pytest.mark.parametrize("lost", ["a.wav", "a.json"])
+def test_a_line_of_which_half_is_lost_is_spoken_again(lost, tmp_path):
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"})
+    recite(tmp_path, lines)
+    (tmp_path / "out" / lost).unlink()
+    assert recite(tmp_path, lines)["a"].speech is not None
+
+
+def test_another_voice_for_all_is_spoken_again_and_the_same_one_is_not(tmp_path):
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"})
+    spoken = []
+    for code in (1, 1, 2):
+        common = Wish("", max_frames=20, seed=1, voice=VOICE_BY_CODE[code])
+        spoken.append(recite(tmp_path, lines, common)["a"].speech is not None)
+    assert spoken == [True, False, True]
+
+
+def test_lines_that_share_the_voice_of_the_command_line(tmp_path):
+    made = speaker()
+    voice = made.hear(VOICE)
+    outcomes = recite(tmp_path, write(tmp_path, "a.txt", "Hello", "Bye"), Wish("", seed=1, max_frames=20, voice=voice), made)
+    assert all(np.array_equal(outcome.speech.reference_codes, voice.codes) for outcome in outcomes.values())
+
+
+def test_the_voice_of_a_line_replaces_that_of_the_command_line(tmp_path):
+    write_sound(tmp_path / "b.wav", VOICE[0][:300], VOICE[1])
+    made = speaker()
+    common = Wish("", seed=1, max_frames=20, ref_audio=VOICE, ref_text="What it says")
+    lines = write(tmp_path, "a.jsonl", {"text": "Hi", "ref_audio": str(tmp_path / "b.wav")}, {"text": "Hi"})
+    outcomes = recite(tmp_path, lines, common, made)
+    assert [len(outcomes[name].speech.reference_codes) for name in ("0001", "0002")] == [300 // 7, 100]
+
+
+@pytest.mark.parametrize("name, content", [("a.csv", "x"), ("a.txt", "\n \n"), ("a.txt", b"\xff\xfe\x00"), ("no.txt", None)])
+def test_a_file_that_holds_no_lines_is_refused(name, content, tmp_path):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    with pytest.raises(UserError, match="--input"):
+        read_lines(tmp_path / name)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_text(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfHello\r\nYou\r\n")
+    assert [line.asks["text"] for line in read_lines(tmp_path / "a.txt")] == ["Hello", "You"]
+
+
+def test_a_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="--out-dir"):
+        Recital(speaker(), tmp_path / "file", COMMON, Shelf(tmp_path), BUILD, Form())
+    assert make_manifest().codec.sample_rate == 1000

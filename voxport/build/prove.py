@@ -1,0 +1,56 @@
+"""The proof that a build carries: answers of its own graphs on the CPU, taken when each has passed its check against `_ref`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from voxport.manifest import Manifest, Proof
+from voxport.run.delay import apply_delay
+from voxport.run.proof import TASKS, VERSION, Replay, integers, machine_name, runtime_name, take_figure
+from voxport.run.session import CPU, Engine, Parts
+from voxport.run.text import build_prompt, load_tokenizer
+
+SENTENCE = "This build speaks."
+REFERENCE_FRAMES = 2  # with the delay some nine rows: the prompt stays near 20 positions
+EDGES = 4  # pairs of clips a hair apart; each feels about half of the changes that are as small as float32 rounding
+HALVINGS = 24  # brings two clips that differ by 1 % to within the last bit of a float32 sample
+
+
+def prove(folder: Path, manifest: Manifest) -> Proof:
+    """Ask the graphs in `folder` every question of `run/proof.py` on the CPU and keep the answers."""
+    engine = Engine.choose("cpu", None, False, "cpu")
+    audio = manifest.audio
+    codes = integers("reference", audio.codebook_size, REFERENCE_FRAMES, audio.num_codebooks)
+    rows = apply_delay(codes, audio)
+    prompt = build_prompt(load_tokenizer(folder, manifest), manifest.tokens, SENTENCE, None, len(rows))
+    replay = Replay(Parts(folder, manifest, engine), manifest, prompt.ids.tolist(), codes.tolist(), [])
+    replay.edges = [find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)) for pair in range(EDGES)]
+    return Proof(
+        version=VERSION,
+        provider=CPU,
+        onnxruntime=runtime_name(),
+        machine=machine_name(),
+        threads=engine.threads,
+        prompt_ids=replay.prompt_ids,
+        reference_codes=replay.reference_codes,
+        edges=replay.edges,
+        figures={task.name: take_figure(task, task.ask(replay)) for task in TASKS},
+    )
+
+
+def find_edge(encode: Callable[[float], np.ndarray]) -> list[float]:
+    """Two factors as near as can be told apart between which `encode` [T, N] changes; [0, 1] if it does not change at all."""
+    low, high = 0.0, 1.0
+    first = encode(low)
+    if np.array_equal(first, encode(high)):
+        return [low, high]
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if np.array_equal(first, encode(middle)):
+            low = middle
+        else:
+            high = middle
+    return [low, high]

@@ -1,0 +1,1 @@
+"""Judging side: a folder of ONNX parts against the original."""

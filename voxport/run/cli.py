@@ -1,0 +1,170 @@
+"""The command line of inference.py: its flags in groups, and what can be said of them before any file is read."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+from voxport.errors import UserError
+from voxport.manifest import MANIFEST_NAME
+from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
+from voxport.run.higgs import BATCH
+from voxport.run.longtext import PART_TOKENS
+from voxport.run.omnifish_script import add_flags
+from voxport.run.player import STDOUT
+from voxport.run.request import Wish
+from voxport.run.text import TAG_POLICIES
+
+BUILDS = Path("onnx")
+
+
+class Once(argparse.Action):
+    """A flag that may be given once only: a second reference must not silently replace the first."""
+
+    def __call__(self, parser, namespace, value, option=None):
+        if getattr(namespace, self.dest) is not None:
+            parser.error(f"{option} was given more than once; this model takes exactly one")
+        setattr(namespace, self.dest, value)
+
+
+def make_parser(description: str | None = None) -> argparse.ArgumentParser:
+    """The command line. Defaults of None come from the build or are chosen at run time."""
+    parser = argparse.ArgumentParser(
+        prog="inference.py", description=description, allow_abbrev=False, epilog="exit codes: 0 done, 1 failed, 2 wrong input"
+    )
+    for add_group in (add_speech, add_voices, add_lines, add_sampling, add_output, add_machine, add_checks, add_flags):
+        add_group(parser)
+    return parser
+
+
+def add_speech(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what to speak."""
+    add = parser.add_argument
+    add("--text", help="what to say, with control tags such as <|emotion:elation|> where the model knows them")
+    add("--model-path", metavar="DIR", help=f"build folder (default: the only build under {BUILDS}/)")
+    add("--tags", choices=TAG_POLICIES, default="error", help="what to do with unknown <|tags|> (default: error)")
+    add("--part-tokens", type=int, metavar="N",
+        help=f"longer text is cut at sentences and read in parts of up to N tokens (default: {PART_TOKENS};"
+             " with --save-codes text is never cut unless this is given)")  # fmt: skip
+
+
+def add_voices(parser: argparse.ArgumentParser) -> None:
+    """Flags that say in whose voice."""
+    add = parser.add_argument_group("voices").add_argument
+    add("--ref-audio", metavar="WAV", action=Once, help="voice to clone: any sound file, best 7 to 30 s, at most 100 s")
+    add("--ref-text", action=Once, help="exact transcript of --ref-audio (default: none, which clones less closely)")
+    add("--voice", metavar="NAME", action=Once, help="speak in a voice saved before, which need not be heard again")
+    add("--save-voice", metavar="NAME", help="keep the voice of --ref-audio under this name; --text is then not needed")
+    add("--list-voices", action="store_true", help="print the saved voices, their seconds and transcripts, and stop")
+    add("--delete-voice", metavar="NAME", help="forget a saved voice, its recording included, and stop")
+    add("--voices-dir", metavar="DIR", help="where voices are kept (default: voxport/voices in the user's data folder)")
+
+
+def add_lines(parser: argparse.ArgumentParser) -> None:
+    """Flags for many texts at once."""
+    add = parser.add_argument_group("many lines").add_argument
+    add("--input", metavar="FILE", help="speak every line of a .txt, or every object of a .jsonl (text, name, voice, seed ...)")
+    add("--out-dir", metavar="DIR", help="folder for --input: NAME.wav and NAME.json each; lines found there are not redone")
+    add("--batch", type=int, default=BATCH, metavar="B", help=f"texts spoken at once (default: {BATCH}; more take more memory)")
+
+
+def add_sampling(parser: argparse.ArgumentParser) -> None:
+    """Flags that change what is drawn."""
+    add = parser.add_argument_group("sampling").add_argument
+    add("--temperature", type=float, help="0 takes the likeliest code; higher varies more (default: the build's)")
+    add("--top-k", type=int, help="draw among this many likeliest codes, 0 is off (default: the build's)")
+    add("--top-p", type=float, help="draw among codes that sum to this probability, 1 is off (default: the build's)")
+    add("--seed", type=int, help="whole number; the same seed gives the same file (default: drawn, and printed)")
+    add("--max-frames", type=int, metavar="T", help="cut after T frames of 1/25 s (default: follows from the text's length)")
+
+
+def add_output(parser: argparse.ArgumentParser) -> None:
+    """Flags that say what to write."""
+    add = parser.add_argument_group("output").add_argument
+    add("--out", metavar="FILE", help=f"file to write, mono; its ending says which kind: {', '.join(FORMATS)}")
+    add("--encoding", choices=ENCODINGS, default="pcm16", help="numbers in .wav and .flac (default: pcm16)")
+    add("--sample-rate", type=int, metavar="HZ", help="resample what is written in files (default: the codec's rate)")
+    add("--stream", metavar="FILE", help='write a 16-bit WAV while it is being made; "-" is stdout, reports then go to stderr')
+    add("--raw", action="store_true", help="leave the WAV header out of --stream: samples s16le only")
+    add("--save-codes", metavar="NPZ", help="also write prompt_ids, rows, codes and, for a clone, reference_codes")
+    add("--json", nargs="?", const=STDOUT, metavar="FILE", help="write one JSON object about the run to FILE (default: stdout)")
+
+
+def add_machine(parser: argparse.ArgumentParser) -> None:
+    """Flags that say where to run."""
+    add = parser.add_argument_group("machine").add_argument
+    add("--provider", help="cpu, cuda, dml, coreml or an ONNX Runtime name (default: the device of the build)")
+    add("--allow-fallback", action="store_true", help="run on the CPU if the provider cannot be had, instead of stopping")
+    add("--threads", type=int, help="CPU threads (default: every core that this process may use)")
+
+
+def add_checks(parser: argparse.ArgumentParser) -> None:
+    """Flags that check a build instead of speaking."""
+    add = parser.add_argument_group("checks").add_argument
+    add("--verify", action="store_true", help="replay all that the build proved of itself, name the part that fails, and stop")
+    add("--selftest", action="store_true", help="verify every file, decode a fixed pattern of codes, and stop")
+
+
+def check_arguments(arguments: argparse.Namespace) -> None:
+    """What can be said about the flags alone; UserError before any file is read."""
+    if arguments.selftest or arguments.verify or arguments.list_voices or arguments.delete_voice is not None:
+        return
+    if arguments.batch < 1:
+        raise UserError(f"--batch must be at least 1, not {arguments.batch}")
+    if arguments.input is not None:
+        return _check_lines(arguments)
+    if arguments.out_dir is not None:
+        raise UserError("--out-dir goes with --input; a single --text is written with --out")
+    if arguments.save_voice is not None and arguments.ref_audio is None:
+        raise UserError("--save-voice needs the recording of the voice: --ref-audio, best with --ref-text")
+    if arguments.save_voice is not None and arguments.text is None:
+        return
+    has_text = arguments.text is not None or arguments.dialogue is not None
+    if not has_text or (arguments.out is None and arguments.stream is None):
+        raise UserError("--text and --out are needed (or --stream, --input, --save-voice, --selftest, --verify); see --help")
+    _check_outputs(arguments)
+
+
+def _check_lines(arguments: argparse.Namespace) -> None:
+    if arguments.out_dir is None:
+        raise UserError("--input needs --out-dir, a folder for what is spoken")
+    for flag in ("text", "out", "stream", "save_codes", "save_voice"):
+        if getattr(arguments, flag) is not None:
+            raise UserError(f"--{flag.replace('_', '-')} does not go with --input")
+
+
+def _check_outputs(arguments: argparse.Namespace) -> None:
+    if arguments.out is not None:
+        check_output(arguments.out, *FORMATS)
+    if arguments.save_codes is not None:
+        check_output(arguments.save_codes, ".npz")
+    if arguments.json not in (None, STDOUT):
+        check_output(arguments.json, ".json")
+    if arguments.stream is None:
+        if arguments.raw:
+            raise UserError("--raw goes with --stream")
+    elif arguments.stream != STDOUT:
+        check_output(arguments.stream, ".raw" if arguments.raw else ".wav")
+
+
+def read_form(arguments: argparse.Namespace) -> Form:
+    """How files are written."""
+    return Form(arguments.encoding, arguments.sample_rate)
+
+
+def read_wish(arguments: argparse.Namespace, text: str) -> Wish:
+    """What the flags ask for."""
+    names = ("ref_audio", "ref_text", "temperature", "top_k", "top_p", "seed", "max_frames", "tags")
+    return Wish(text, **{name: getattr(arguments, name) for name in names})
+
+
+def find_build(model_path: str | None) -> Path:
+    """The folder given, or the only one under onnx/ that holds a manifest; UserError lists the choices otherwise."""
+    if model_path is not None:
+        return Path(model_path)
+    found = sorted(path.parent for path in BUILDS.glob(f"*/{MANIFEST_NAME}"))
+    if len(found) == 1:
+        return found[0]
+    if not found:
+        raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")
+    raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in found)}")

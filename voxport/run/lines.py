@@ -1,0 +1,191 @@
+"""Many lines to speak: read from a file, spoken in batches into a folder, and taken up again where they were interrupted.
+
+A .txt file has a text on each line. A .jsonl file has an object on each: "text", and if wanted "name", "voice", "ref_audio",
+"ref_text", "seed", "temperature", "top_k", "top_p", "max_frames".
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from voxport.errors import UserError, WorkError
+from voxport.files import check_plain_name, read_json, write_json
+from voxport.run.audio import Form
+from voxport.run.batch import REMEMBERED
+from voxport.run.higgs import Speaker
+from voxport.run.request import Wish
+from voxport.run.speech import Speech
+from voxport.run.voices import Shelf, Voice
+
+FIELDS = {"text": str, "name": str, "voice": str, "ref_audio": str, "ref_text": str, "seed": int, "temperature": (int, float),
+          "top_k": int, "top_p": (int, float), "max_frames": int}  # fmt: skip
+
+SUFFIX = ".wav"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line: its number in the file, the name of its output, and what it asks for; `fault` if that cannot be read."""
+
+    number: int
+    name: str
+    asks: dict = field(default_factory=dict)
+    fault: str | None = None
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a line: its speech, or why there is none; both None if it had been spoken before."""
+
+    line: Line
+    path: Path
+    speech: Speech | None = None
+    error: UserError | None = None
+
+
+def read_lines(path: str | os.PathLike) -> list[Line]:
+    """The lines of a .txt or .jsonl file that hold something. A line that cannot be read keeps its place, with its fault."""
+    path = Path(path)
+    if path.suffix.lower() not in (".txt", ".jsonl"):
+        raise UserError(f"--input {path} must end in .txt (a text on each line) or .jsonl (an object on each line)")
+    try:
+        content = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--input {path} cannot be read as UTF-8 text ({error})") from None
+    held = [(number, text) for number, text in enumerate(content.split("\n"), 1) if text.strip()]
+    if not held:
+        raise UserError(f"--input {path} holds no line to speak")
+    parse = _parse_object if path.suffix.lower() == ".jsonl" else _parse_text
+    return _refuse_doubles([parse(number, text) for number, text in held])
+
+
+def _parse_text(number: int, text: str) -> Line:
+    return Line(number, _number_name(number), {"text": text.rstrip("\r")})
+
+
+def _parse_object(number: int, text: str) -> Line:
+    try:
+        asks = json.loads(text)
+        if not isinstance(asks, dict) or "text" not in asks:
+            raise ValueError('it must be an object with "text"')
+        for key, value in asks.items():
+            if key not in FIELDS:
+                raise ValueError(f"unknown key {key!r}; known are {', '.join(FIELDS)}")
+            if not isinstance(value, FIELDS[key]) or isinstance(value, bool):
+                raise ValueError(f"{key} must not be {value!r}")
+        return Line(number, check_plain_name(asks.pop("name", _number_name(number)), "name"), asks)
+    except (ValueError, RecursionError, UserError) as error:
+        return Line(number, _number_name(number), fault=str(error))
+
+
+def _number_name(number: int) -> str:
+    return f"{number:04}"
+
+
+def _refuse_doubles(lines: list[Line]) -> list[Line]:
+    """Lines with a name that an earlier one has would overwrite it; case does not tell files apart everywhere."""
+    seen: set[str] = set()
+    checked = []
+    for line in lines:
+        if line.name.lower() in seen and line.fault is None:
+            line = dataclasses.replace(line, fault=f"an earlier line is called {line.name!r} too")
+        seen.add(line.name.lower())
+        checked.append(line)
+    return checked
+
+
+class Recital:
+    """Speaks lines into a folder: NAME.wav, and NAME.json with all that is needed to speak it again."""
+
+    def __init__(self, speaker: Speaker, folder: str | os.PathLike, common: Wish, shelf: Shelf, build: dict, form: Form):
+        self.speaker, self.folder, self.common, self.shelf = speaker, Path(folder), common, shelf
+        self.build, self.form = build, form
+        self._voices: dict[str, Voice] = {}
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--out-dir {folder} cannot be made: {error}") from None
+        form.check(self.folder / f"check{SUFFIX}", speaker.manifest.codec.sample_rate)
+
+    def speak(self, lines: list[Line], size: int) -> Iterator[Outcome]:
+        """Speak what has not been spoken, up to `size` lines at once. Outcomes come as they are known."""
+        begun: list[Line] = []  # lines whose wish was handed on, in that order
+        others: list[Outcome] = []
+        for index, made in self.speaker.speak_many(self._wishes(lines, begun, others), size):
+            yield from _drain(others)
+            yield self._keep(begun[index], made)
+        yield from _drain(others)
+
+    def _wishes(self, lines: list[Line], begun: list[Line], others: list[Outcome]) -> Iterator[Wish]:
+        """Wishes of the lines that are to be spoken; voices are fetched when their line is due."""
+        for line in lines:
+            try:
+                if line.fault:
+                    raise UserError(line.fault)
+                if self._is_done(line):
+                    others.append(Outcome(line, self._path(line)))
+                    continue
+                wish = self._wish(line)
+            except UserError as error:
+                others.append(Outcome(line, self._path(line), error=error))
+                continue
+            begun.append(line)
+            yield wish
+
+    def _wish(self, line: Line) -> Wish:
+        asks = dict(line.asks)
+        name = asks.pop("voice", None)
+        if name is not None:
+            asks |= {"voice": self._fetch_voice(name), "ref_audio": asks.get("ref_audio"), "ref_text": asks.get("ref_text")}
+        elif "ref_audio" in asks:
+            asks |= {"voice": None, "ref_text": asks.get("ref_text")}
+        return dataclasses.replace(self.common, **asks)
+
+    def _fetch_voice(self, name: str) -> Voice:
+        if name not in self._voices:
+            for oldest in list(self._voices)[: -REMEMBERED + 1]:
+                del self._voices[oldest]
+            self._voices[name] = self.shelf.load(name, self.speaker)
+        return self._voices[name]
+
+    def _path(self, line: Line) -> Path:
+        return self.folder / f"{line.name}{SUFFIX}"
+
+    def _is_done(self, line: Line) -> bool:
+        """Whether this very line was spoken by this very build before, to the end."""
+        try:
+            told = read_json(self._path(line).with_suffix(".json"), "report")
+        except UserError:
+            return False
+        return self._path(line).is_file() and told.get("asks") == self._asks(line) and told.get("build") == self.build
+
+    def _asks(self, line: Line) -> dict:
+        """All that decides what is made of a line. Of a voice that all share, its codes: its name may come to mean another."""
+        names = ("temperature", "top_k", "top_p", "seed", "max_frames", "tags", "ref_text")
+        common = {name: getattr(self.common, name) for name in names}
+        reference, voice = self.common.ref_audio, self.common.voice
+        common["ref_audio"] = None if reference is None else str(reference)
+        common["shared_voice"] = None if voice is None else hashlib.sha256(voice.codes.tobytes()).hexdigest()
+        return common | {"form": dataclasses.asdict(self.form)} | line.asks
+
+    def _keep(self, line: Line, made: Speech | UserError) -> Outcome:
+        path = self._path(line)
+        if isinstance(made, UserError):
+            return Outcome(line, path, error=made)
+        try:
+            made.save(path, self.form)
+            write_json(path.with_suffix(".json"), {"build": self.build, "asks": self._asks(line), "out": path.name, **made.report()})
+        except (UserError, OSError) as error:
+            return Outcome(line, path, error=error if isinstance(error, UserError) else WorkError(f"cannot write {path}: {error}"))
+        return Outcome(line, path, speech=made)
+
+
+def _drain(outcomes: list[Outcome]) -> Iterator[Outcome]:
+    while outcomes:
+        yield outcomes.pop(0)

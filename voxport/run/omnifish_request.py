@@ -1,0 +1,171 @@
+"""What is asked of an OmniFish build, and the same checked before any part is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import os
+import secrets
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from voxport.errors import UserError
+from voxport.manifest import Sampling
+from voxport.manifest_omnifish import OmniFishManifest
+from voxport.run.audio import Reference, load_reference
+from voxport.run.omnifish_speech import Settings
+from voxport.run.omnifish_text import (
+    Turn, check_name, context_text, dialogue_text, fill_instruct, recordings, speakers, style_text,
+)  # fmt: skip
+from voxport.run.request import DRAWN_SEEDS
+from voxport.run.sampler import check_sampling, check_seed
+from voxport.run.text import Script, check_script, frame_cap
+
+DENOISE = "<|denoise|>"
+
+
+@dataclass(frozen=True)
+class Wish:
+    """One utterance as the user asks for it: `text`, or `turns` of a dialogue. None means the build's default, or nothing, or a
+    drawn seed, or the cap of the text. `before` and `after` are sentences around it that are not spoken."""
+
+    text: str | None = None
+    turns: Sequence[Turn] = ()
+    language: str | None = None
+    speaker: str | None = None
+    quality: str | None = None
+    instruct: str | None = None
+    before: Sequence[str] = ()
+    after: Sequence[str] = ()
+    ref_audio: str | os.PathLike | tuple | None = None
+    ref_text: str | None = None
+    temperature: float | None = None
+    top_k: int | None = None
+    top_p: float | None = None
+    residual_temperature: float | None = None
+    residual_top_k: int | None = None
+    residual_top_p: float | None = None
+    steps: int | None = None
+    threshold: float | None = None
+    seed: int | None = None
+    max_frames: int | None = None
+    tags: str = "error"
+
+
+@dataclass(frozen=True)
+class Request:
+    """One utterance that can be spoken; `ref_text` belongs to `reference`."""
+
+    text: str
+    style: str
+    before: tuple[str, ...]
+    after: tuple[str, ...]
+    reference: Reference | None
+    ref_text: str | None
+    ref_text_prefix: bool
+    denoise: bool
+    settings: Settings
+    max_frames: int
+    block_size: int
+    warnings: tuple[str, ...]
+
+    @property
+    def max_blocks(self) -> int:
+        """Blocks that hold `max_frames`."""
+        return math.ceil(self.max_frames / self.block_size)
+
+    def prompt_text(self, has_reference: bool, ref_text: str | None) -> str:
+        """All text of the context; the transcript of the reference is read as the beginning of the text."""
+        spoken = f"{ref_text} {self.text}" if ref_text and self.ref_text_prefix else self.text
+        denoise = DENOISE if has_reference and self.denoise else ""
+        return denoise + self.style + context_text(spoken, self.before, self.after)
+
+
+def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
+    """Check text, names, settings and reference, the cheapest first; UserError names what is wrong."""
+    script = check_text(wish, manifest)
+    settings = choose_settings(wish, manifest)
+    max_frames = choose_frames(wish, script, manifest)
+    around = [tuple(check_script(text, what, manifest, wish.tags).text for text in texts)
+              for what, texts in (("the text before", wish.before), ("the text after", wish.after))]  # fmt: skip
+    style = style_text(check_name(wish.language, manifest.prompt.languages, "language"), choose_instruct(wish, manifest))
+    reference = None if wish.ref_audio is None else load_reference(wish.ref_audio, manifest.codec, manifest.limits)
+    ref_text, warnings = check_transcript(wish, manifest)
+    return Request(
+        text=script.text,
+        style=style,
+        before=around[0],
+        after=around[1],
+        reference=reference,
+        ref_text=ref_text,
+        ref_text_prefix=manifest.prompt.ref_text_prefix,
+        denoise=manifest.prompt.denoise_token,
+        settings=settings,
+        max_frames=max_frames,
+        block_size=manifest.generation.block_size,
+        warnings=script.warnings + warnings + (reference.warnings if reference else ()),
+    )
+
+
+def check_text(wish: Wish, manifest: OmniFishManifest) -> Script:
+    """The text, or the dialogue as one text."""
+    if (wish.text is None) == (not wish.turns):
+        raise UserError("give a text or the turns of a dialogue, one of the two")
+    if wish.text is not None:
+        return check_script(wish.text, "the text", manifest, wish.tags)
+    names = speakers(manifest.prompt)
+    turns = [(check_name(name, names, "speaker"), check_script(line, "a line", manifest, wish.tags)) for name, line in wish.turns]
+    text = dialogue_text([(name, script.text) for name, script in turns])
+    warnings = tuple(warning for _, script in turns for warning in script.warnings)
+    return Script(text, " ".join(script.spoken for _, script in turns), 0, warnings)
+
+
+def choose_instruct(wish: Wish, manifest: OmniFishManifest) -> str | None:
+    """The instruction as given, or made of the names by the checkpoint's template."""
+    prompt = manifest.prompt
+    speaker = check_name(wish.speaker, speakers(prompt), "speaker")
+    quality = check_name(wish.quality, recordings(prompt), "recording")
+    made = fill_instruct(prompt.instruct_template, speaker, quality)
+    if wish.instruct is not None and made is not None:
+        raise UserError("an instruction stands where --speaker and --quality are written; give one of them")
+    return made if wish.instruct is None else check_script(wish.instruct, "the instruction", manifest, wish.tags).text
+
+
+def choose_settings(wish: Wish, manifest: OmniFishManifest) -> Settings:
+    """The build's defaults with the wishes in their place, and a seed."""
+    steps = manifest.generation.steps if wish.steps is None else wish.steps
+    threshold = manifest.generation.threshold if wish.threshold is None else wish.threshold
+    if steps < 1:
+        raise UserError(f"--steps must be at least 1, not {steps}")
+    if threshold is not None and not 0 <= threshold <= 1:
+        raise UserError(f"--threshold is a probability, not {threshold}")
+    semantic = choose_sampling(manifest.sampling, wish.temperature, wish.top_k, wish.top_p)
+    residual = choose_sampling(manifest.residual_sampling, wish.residual_temperature, wish.residual_top_k, wish.residual_top_p)
+    seed = secrets.randbelow(DRAWN_SEEDS) if wish.seed is None else check_seed(wish.seed)
+    return Settings(seed, semantic, residual, steps, threshold)
+
+
+def choose_sampling(default: Sampling, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+    given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    return check_sampling(dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None}))
+
+
+def choose_frames(wish: Wish, script: Script, manifest: OmniFishManifest) -> int:
+    """Frames T after which speech is cut: as wished, or by the rule of the text's length."""
+    if wish.max_frames is None:
+        return frame_cap(script, manifest.limits, 1)
+    if not 1 <= wish.max_frames <= manifest.codec.max_frames:
+        raise UserError(f"--max-frames must lie in 1..{manifest.codec.max_frames}, not {wish.max_frames}")
+    return wish.max_frames
+
+
+def check_transcript(wish: Wish, manifest: OmniFishManifest) -> tuple[str | None, tuple[str, ...]]:
+    """The transcript of the reference, and a warning if the model will not read it."""
+    if not wish.ref_text:
+        return None, ()
+    if wish.ref_audio is None:
+        return None, ("a reference text without reference audio has no effect",)
+    if not manifest.prompt.ref_text_prefix:
+        return None, ("this checkpoint reads no transcript; the reference text is ignored",)
+    script = check_script(wish.ref_text, "the reference text", manifest, wish.tags)
+    return script.text, script.warnings

@@ -1,0 +1,235 @@
+"""Voices that were heard, and a shelf of saved ones: a second utterance in a voice reads its own text only.
+
+NAME/voice.npz           the reference as the encoder gets it, with its transcript: enough to hear the voice again
+NAME/<build key>.npz     what one build on one provider made of it: codes, and keys and values of the prompt up to the text
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import sys
+import zipfile
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import onnxruntime as ort
+
+from voxport.errors import UserError, WorkError
+from voxport.files import atomic_path
+from voxport.manifest import Manifest
+from voxport.run.audio import Reference
+from voxport.run.delay import check_codes
+
+VERSION = 1  # of the files on the shelf
+SOURCE = "voice.npz"
+LONGEST_NAME = 64
+KEPT = 4  # builds and providers for which a voice is kept ready; some 90 MB each at full size for 10 s
+# What zipfile, json and NumPy raise for files that are not theirs
+READ_ERRORS = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile)  # NotImplementedError is one
+RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}  # on Windows
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A reference that the model has heard: codes [R, N], its transcript if that was heard too, the ids [P] of the prompt up
+    to the text, and what the model remembers of them: for each layer keys and values [H, P, head_dim]."""
+
+    codes: np.ndarray
+    ref_text: str | None
+    ids: np.ndarray
+    pieces: list[np.ndarray]
+
+
+class Hearer(Protocol):
+    """A speaker, as far as a shelf needs one."""
+
+    manifest: Manifest
+
+    def check_reference(self, ref_audio, ref_text: str | None, tags: str) -> tuple[Reference, str | None]:
+        """The reference and the transcript that may be heard with it."""
+
+    def hear_reference(self, reference: Reference, ref_text: str | None) -> Voice:
+        """Encode and read a reference."""
+
+    def running_provider(self) -> str:
+        """The provider on which the language model runs."""
+
+
+def default_shelf() -> Path:
+    """Where voices are kept when no folder is named: the user's data folder; UserError if there is none."""
+    given = os.environ.get("XDG_DATA_HOME", "")
+    if os.path.isabs(given):
+        return Path(given) / "voxport" / "voices"
+    if sys.platform == "win32" and os.environ.get("LOCALAPPDATA"):
+        return Path(os.environ["LOCALAPPDATA"]) / "voxport" / "voices"
+    try:
+        base = Path.home() / ("Library/Application Support" if sys.platform == "darwin" else ".local/share")
+    except RuntimeError:
+        raise UserError("there is no home folder to keep voices in; name one with --voices-dir") from None
+    return base / "voxport" / "voices"
+
+
+def check_name(name: str) -> str:
+    """Return `name` if it can be a folder's name on every system; UserError otherwise."""
+    plain = name and len(name) <= LONGEST_NAME and all(c.isalnum() or c in "-_. " for c in name)
+    if not plain or name[0] in ". " or name[-1] in ". " or name.split(".")[0].lower() in RESERVED:
+        raise UserError(
+            f"{name!r} cannot be the name of a voice: 1 to {LONGEST_NAME} letters, digits, '-', '_', '.' and spaces, "
+            "beginning and ending with none of the last two"
+        )
+    return name
+
+
+class Shelf:
+    """A folder of saved voices."""
+
+    def __init__(self, folder: str | os.PathLike | None = None):
+        self._folder = Path(folder) if folder is not None else None
+
+    @property
+    def folder(self) -> Path:
+        """Where it is; asked for only when voices are, since there may be no home folder."""
+        return self._folder or default_shelf()
+
+    def names(self) -> list[str]:
+        """Names of the saved voices, sorted."""
+        return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}"))
+
+    def list(self) -> dict[str, dict]:
+        """Name -> seconds and transcript; a voice that cannot be read is listed with its fault."""
+        listed = {}
+        for name in self.names():
+            try:
+                reference, ref_text = self._read_source(name)
+                listed[name] = {"seconds": reference.seconds, "transcript": ref_text}
+            except UserError as error:
+                listed[name] = {"error": str(error)}
+        return listed
+
+    def save(self, name: str, speaker: Hearer, ref_audio, ref_text: str | None = None, tags: str = "error") -> Voice:
+        """Hear a reference and keep it as `name`, in place of a voice of that name. UserError if it cannot be a reference."""
+        check_name(name)
+        reference, ref_text = speaker.check_reference(ref_audio, ref_text, tags)
+        voice = speaker.hear_reference(reference, ref_text)
+        facts = {"version": VERSION, "seconds": reference.seconds, "ref_text": ref_text}
+        try:
+            (self.folder / name).mkdir(parents=True, exist_ok=True)
+            write_arrays(self.folder / name / SOURCE, facts, {"samples": reference.samples})
+        except OSError as error:
+            raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir") from None
+        self._keep(name, build_key(speaker, reference, ref_text), voice)
+        return voice
+
+    def load(self, name: str, speaker: Hearer) -> Voice:
+        """The voice called `name` as this build hears it: from the shelf, or heard again if that is missing, stale or damaged."""
+        self._find(name)
+        reference, ref_text = self._read_source(name)
+        key = build_key(speaker, reference, ref_text)
+        voice = self._recall(name, key, speaker.manifest)
+        if voice is None:
+            voice = speaker.hear_reference(reference, ref_text)
+            self._keep(name, key, voice)
+        return voice
+
+    def delete(self, name: str) -> None:
+        """Forget a voice."""
+        try:
+            shutil.rmtree(self._find(name))
+        except OSError as error:
+            raise WorkError(f"cannot delete the voice {name}: {error}") from error
+
+    def _find(self, name: str) -> Path:
+        check_name(name)
+        if name not in self.names():
+            known = f"there are: {', '.join(self.names())}" if self.names() else "there is none"
+            raise UserError(f"no voice {name!r} in {self.folder}; {known}; save one with --save-voice")
+        return self.folder / name
+
+    def _read_source(self, name: str) -> tuple[Reference, str | None]:
+        path = self.folder / name / SOURCE
+        facts, arrays = read_arrays(path, f"the voice {name!r}")
+        samples, ref_text, seconds = arrays.get("samples"), facts.get("ref_text"), facts.get("seconds")
+        sound = samples is not None and samples.ndim == 1 and samples.dtype == np.float32 and np.isfinite(samples).all()
+        if not sound or not isinstance(seconds, float) or not isinstance(ref_text, (str, type(None))):
+            raise UserError(f"{path} is not a saved voice; delete it with --delete-voice and save it again")
+        return Reference(samples, seconds, ()), ref_text
+
+    def _keep(self, name: str, key: str, voice: Voice) -> None:
+        """Remember what a build made of a voice, and forget the oldest; where nothing can be written it is made again."""
+        folder = self.folder / name
+        arrays = {"codes": voice.codes, "ids": voice.ids, "pieces": np.stack(voice.pieces)}
+        try:
+            write_arrays(folder / f"{key[:32]}.npz", {"version": VERSION, "key": key, "ref_text": voice.ref_text}, arrays)
+            kept = sorted((path for path in folder.glob("*.npz") if path.name != SOURCE), key=lambda path: path.stat().st_mtime)
+            for path in kept[:-KEPT]:
+                path.unlink(missing_ok=True)
+        except (OSError, UserError):
+            pass  # a full or read-only disk must not keep anybody from speaking
+
+    def _recall(self, name: str, key: str, manifest: Manifest) -> Voice | None:
+        path = self.folder / name / f"{key[:32]}.npz"
+        dims = manifest.dims
+        try:
+            facts, arrays = read_arrays(path, "what is kept of a voice")
+            codes = check_codes(arrays["codes"], manifest.audio, "codes")
+            ids, pieces = arrays["ids"], arrays["pieces"]
+        except (UserError, KeyError):
+            return None
+        shape = (2 * dims.num_layers, dims.num_kv_heads, ids.size, dims.head_dim)
+        whole = facts.get("key") == key and pieces.shape == shape and pieces.dtype == manifest.kv_cache.dtype
+        return Voice(codes, facts.get("ref_text"), ids, list(pieces)) if whole else None
+
+
+def build_key(speaker: Hearer, reference: Reference, ref_text: str | None) -> str:
+    """Hash of all that decides what a voice becomes: reference, build, provider, ONNX Runtime."""
+    manifest = speaker.manifest
+    told = {
+        "parts": {name: {file: asdict(record) for file, record in part.files.items()} for name, part in manifest.parts.items()},
+        "files": {name: asdict(record) for name, record in manifest.files.items()},
+        "tokens": asdict(manifest.tokens),
+        "provider": speaker.running_provider(),
+        "onnxruntime": ort.__version__,
+        "samples": hashlib.sha256(reference.samples.tobytes()).hexdigest(),
+        "ref_text": ref_text,
+    }
+    return hashlib.sha256(json.dumps(told, sort_keys=True).encode("utf-8")).hexdigest()
+
+
+def write_arrays(path: Path, facts: Mapping, arrays: Mapping[str, np.ndarray]) -> None:
+    """Write an uncompressed .npz of arrays and, as `facts`, UTF-8 JSON. Whole or not at all."""
+    text = np.frombuffer(json.dumps(facts).encode("utf-8"), np.uint8)
+    with atomic_path(path) as temporary, open(temporary, "wb") as file:
+        np.savez(file, facts=text, **{name: np.ascontiguousarray(array) for name, array in arrays.items()})
+
+
+def read_arrays(path: Path, what: str) -> tuple[dict, dict[str, np.ndarray]]:
+    """Read what `write_arrays` wrote; UserError for anything else. Nothing is unpickled, and a header cannot promise more
+    than its file holds: sizes are compared before memory is taken. Checksums are those of the zip format."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            arrays = {member.filename.removesuffix(".npy"): _read_member(archive, member) for member in archive.infolist()}
+        facts = json.loads(bytes(arrays.pop("facts")).decode("utf-8"))
+        if not isinstance(facts, dict) or facts.get("version") != VERSION:
+            raise ValueError(f"not of version {VERSION}")
+    except READ_ERRORS as error:
+        raise UserError(f"{what}: {path} cannot be read ({error}); save the voice again") from error
+    return facts, arrays
+
+
+def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> np.ndarray:
+    if member.compress_type != zipfile.ZIP_STORED or member.file_size != member.compress_size or member.flag_bits & 1:
+        raise ValueError(f"{member.filename} is compressed")
+    with archive.open(member) as file:
+        version = np.lib.format.read_magic(file)
+        read_header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
+        shape, in_fortran_order, dtype = read_header(file)
+        data = file.read()
+    if dtype.hasobject or in_fortran_order:
+        raise ValueError(f"{member.filename} is no plain array")
+    return np.frombuffer(data, dtype).reshape(shape)
