@@ -6,7 +6,7 @@ DEMO_BUILD := onnx/demo_cpu_int4
 SENTENCE ?= Happy tiger travel under green mountain.
 VOICE ?= female
 
-.PHONY: demo test clean
+.PHONY: demo test docs clean
 
 $(VENV)/.built: requirements.txt requirements-run.txt
 	$(PYTHON) -m venv $(VENV)
@@ -25,7 +25,17 @@ demo: $(VENV)/.built
 		--ref-audio demo/voices/$(VOICE).wav --ref-text "$$(cat demo/voices/$(VOICE).txt)"
 
 test: $(VENV)/.tested
-	$(PY) -m pytest
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n 2 --dist loadfile
 
 clean:
 	rm -rf out $(DEMO_BUILD) .pytest_cache .hypothesis
+
+# The example reports under docs/: the demo's int4 and fp32 builds side by side, with listeners. WHISPER is a model name or folder.
+WHISPER ?= tiny.en
+docs: $(VENV)/.built
+	$(PY) -m pip install --quiet -r requirements-listen.txt
+	$(PY) optimize.py --checkpoint demo --precision int4 --output $(DEMO_BUILD)
+	$(PY) optimize.py --checkpoint demo --precision fp32 --output onnx/demo_cpu_fp32
+	$(PY) eval.py --model-path $(DEMO_BUILD) --compare onnx/demo_cpu_fp32 --reference demo --frames 120 --asr $(WHISPER) \
+		--voices demo/voices --ref-audio demo/voices/female.wav --ref-text "$$(cat demo/voices/female.txt)" \
+		--html docs/eval_demo.html --output docs/eval_demo.json > docs/eval_demo.txt

@@ -10,7 +10,7 @@ from voxport.errors import DONE, FAILED, UserError, run_script, say
 from voxport.files import write_json
 from voxport.judge import report
 from voxport.judge.finding import PASS, verdict
-from voxport.judge.listeners import Whisper
+from voxport.judge.listeners import Resemblyzer, Whisper
 from voxport.judge.page import write_page
 from voxport.judge.reference import find_reference
 from voxport.judge.trial import Questions, Trial, beside, try_build
@@ -33,6 +33,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--frames", type=int, default=48, metavar="T", help="frames of 1/25 s of each greedy run (default: 48)")
     p.add_argument("--asr", metavar="NAME|DIR", help="Whisper model that hears the speech, e.g. tiny.en, or a folder that holds one;"
                    " needs requirements-listen.txt (default: nobody listens)")  # fmt: skip
+    p.add_argument("--voices", type=Path, metavar="DIR", help="folder of sound files, a voice each, with transcripts NAME.txt: every text is cloned in"
+                   " every voice and a speaker encoder tells them apart; needs requirements-listen.txt (default: nobody does)")  # fmt: skip
     p.add_argument("--provider", help="cpu, cuda or an ONNX Runtime name (default: the device of the build)")
     p.add_argument("--allow-fallback", action="store_true", help="judge on the CPU if the provider cannot be had")
     p.add_argument("--threads", type=int, help="CPU threads (default: every usable core)")
@@ -62,7 +64,19 @@ def ask(args: argparse.Namespace, checkpoint: Checkpoint) -> Questions:
     requests = [{"text": text} for text in texts[:GREEDY_TEXTS]]
     if args.ref_audio:
         requests.append({"text": texts[0], "ref_audio": args.ref_audio, "ref_text": args.ref_text})
-    return Questions(requests, args.frames, Whisper(args.asr) if args.asr else None, texts if args.asr or args.html else ())
+    voices = read_voices(args.voices) if args.voices else ()
+    return Questions(
+        requests, args.frames, Whisper(args.asr) if args.asr else None, texts if args.asr or args.html or voices else (),
+        Resemblyzer() if voices else None, voices,
+    )  # fmt: skip
+
+
+def read_voices(folder: Path) -> list[Path]:
+    """Sound files of a folder of voices; UserError if there are fewer than two to tell apart."""
+    found = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".wav", ".flac", ".ogg"))
+    if len(found) < 2:
+        raise UserError(f"--voices {folder} holds {len(found)} sound files; two voices at least are needed to tell them apart")
+    return found
 
 
 def try_folder(folder: Path, args: argparse.Namespace) -> Trial:

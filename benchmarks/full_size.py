@@ -3,7 +3,8 @@
     python benchmarks/full_size.py --work DIR --out benchmarks/full_size.json [--target cuda_int4] [--stock] [--layers 12]
 
 Needs some 40 GB of disk in DIR. Every part is built by optimize.py under a hard limit on private memory (prlimit --data);
-`--layers N` compares the time of the decoder with ModelBuilder's own int4 path at N layers; `--stock` runs that path at full size, which needs more than 20 GB: being killed is a result.
+`--layers N` compares the time of the decoder with ModelBuilder's own int4 path at N layers; `--stock` runs that path at full
+size, which needs more than 20 GB: being killed is a result.
 """
 
 from __future__ import annotations

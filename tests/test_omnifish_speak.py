@@ -408,3 +408,11 @@ def test_speaking_needs_none_of_what_building_needs(tmp_path):
     done = subprocess.run([sys.executable, "-c", code, *map(str, flags)], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "x.wav").is_file()
+
+
+def test_a_folder_is_opened_by_the_speaker_of_its_family(tiny_build):
+    from voxport.run import higgs
+    from voxport.run.load import load_speaker
+
+    assert isinstance(load_speaker(built("axial_px"), threads=1), Speaker)
+    assert isinstance(load_speaker(tiny_build, threads=1), higgs.Speaker)

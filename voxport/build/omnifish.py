@@ -21,9 +21,20 @@ from voxport.families import OMNIFISH
 from voxport.files import read_json
 from voxport.manifest import SCHEMA_VERSION, Dims, KVCache, Licence, Sampling, Source, Target
 from voxport.manifest_omnifish import (
-    AXIAL, CHAIN, CODEC_LICENCE_FILE, EXPLICIT, GQA, LICENCE_FILE, Codebooks, FishCodec, Generation, Limits, OmniFishManifest,
-    Prompt, Residual,
-)  # fmt: skip
+    AXIAL,
+    CHAIN,
+    CODEC_LICENCE_FILE,
+    EXPLICIT,
+    GQA,
+    LICENCE_FILE,
+    Codebooks,
+    FishCodec,
+    Generation,
+    Limits,
+    OmniFishManifest,
+    Prompt,
+    Residual,
+)
 
 UNKNOWN_LICENCE = Licence("unknown (no LICENSE file)", None)
 # A step in a process of its own gives its memory back; the codec, which is half of a checkpoint, is large beside any model.

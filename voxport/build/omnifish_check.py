@@ -16,15 +16,29 @@ from _ref import omnifish as ref
 from _ref.fish_codec import FishCodec
 from _ref.omnifish import NUM_CODEBOOKS, OmniFish
 from voxport.build.check import (
-    DECODER_COSINE, ROUNDED, TOLERANCE, PartSession, cosine, decoder_states, relative_error, with_accuracy_level,
-)  # fmt: skip
+    DECODER_COSINE,
+    ROUNDED,
+    TOLERANCE,
+    PartSession,
+    cosine,
+    decoder_states,
+    relative_error,
+    with_accuracy_level,
+)
 from voxport.build.omnifish_checkpoint import DECODE_ONLY, ENCODE_ONLY, OmniFishCheckpoint
 from voxport.build.omnifish_parts import with_rounded_weights
 from voxport.build.quantise import BlockFormat
 from voxport.errors import WorkError
 from voxport.manifest_omnifish import (
-    AUDIO_EMBED, CODEC_DECODER, CODEC_ENCODER, MTP_LAYERS, MTP_PRIME, MTP_STEP, SEMANTIC_HEAD, TEXT_EMBED,
-)  # fmt: skip
+    AUDIO_EMBED,
+    CODEC_DECODER,
+    CODEC_ENCODER,
+    MTP_LAYERS,
+    MTP_PRIME,
+    MTP_STEP,
+    SEMANTIC_HEAD,
+    TEXT_EMBED,
+)
 from voxport.run.omnifish_blocks import LEAST_REACH
 
 RESIDUALS = NUM_CODEBOOKS - 1

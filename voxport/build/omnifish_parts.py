@@ -25,8 +25,16 @@ from voxport.build.parts import OPSET, PartPlan, build_part, load_module, load_s
 from voxport.build.quantise import BlockFormat, QuantisedMatrix, dequantise, quantise
 from voxport.errors import WorkError
 from voxport.manifest_omnifish import (
-    AUDIO_EMBED, BODY, CODEC_DECODER, CODEC_ENCODER, MTP_LAYERS, MTP_PRIME, MTP_STEP, SEMANTIC_HEAD, TEXT_EMBED,
-)  # fmt: skip
+    AUDIO_EMBED,
+    BODY,
+    CODEC_DECODER,
+    CODEC_ENCODER,
+    MTP_LAYERS,
+    MTP_PRIME,
+    MTP_STEP,
+    SEMANTIC_HEAD,
+    TEXT_EMBED,
+)
 
 SCRIPT = Path(__file__).parents[2] / "user_script_omnifish.py"
 CODEC_VARIABLE = "VOXPORT_FISH_CODEC"  # SCRIPT reads it; empty means the usual places

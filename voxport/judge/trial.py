@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import numpy as np
+import soundfile
 import torch
 
 from voxport.build.checkpoint import Checkpoint
 from voxport.judge import report
 from voxport.judge.finding import Finding, not_judged
 from voxport.judge.levels import Bench, judge_all, prompt_embeds
-from voxport.judge.listeners import HEARD, Recogniser, Spoken, score_speech
+from voxport.judge.listeners import HEARD, LISTENERS, VOICES, Cloned, Recogniser, Spoken, VoiceEncoder, score_speech, score_voices
 from voxport.judge.page import Extras, Utterance
 from voxport.judge.reference import Original
 from voxport.run.higgs import Speaker
@@ -25,13 +27,15 @@ LARGEST_SPOKEN = 1 << 30  # bytes of language model up to which the original spe
 
 @dataclass(frozen=True)
 class Questions:
-    """What a build is asked: texts (and a reference to clone with the first), frames of the greedy run, a listener and how many
-    texts it hears."""
+    """What a build is asked: texts (and a reference to clone with the first), frames of the greedy run; the texts that a
+    listener hears; and voices to clone, each a sound file with its transcript beside it, for an encoder of speakers."""
 
     requests: Sequence[dict]
     frames: int
     listener: Recogniser | None = None
     heard: Sequence[str] = ()
+    encoder: VoiceEncoder | None = None
+    voices: Sequence[Path] = ()
 
 
 @dataclass(frozen=True)
@@ -50,7 +54,7 @@ def try_build(speaker: Speaker, checkpoint: Checkpoint, reference: str, question
     evidence = judge_all(bench, questions.requests, questions.frames)
     speeches = [speaker.speak(text, seed=seed) for seed, text in enumerate(questions.heard)]
     originals = speak_original(bench, speeches)
-    findings = [*evidence.findings, listen(questions.listener, speeches, originals)]
+    findings = [*evidence.findings, listen(questions.listener, speeches, originals), compare_voices(speaker, questions)]
     sizes = {name: sum(r.bytes for r in part.files.values()) for name, part in manifest.parts.items()}
     speech = [Utterance(s.text, sounds(s, o)) for s, o in list(zip(speeches, originals or [None] * len(speeches)))[:SHOWN]]
     extras = Extras(layers=evidence.layer_errors, part_bytes=sizes, speech=speech)
@@ -66,9 +70,30 @@ def sounds(speech: Speech, original: Spoken | None) -> dict[str, tuple[np.ndarra
 def listen(listener: Recogniser | None, speeches: Sequence[Speech], originals: Sequence[Spoken]) -> Finding:
     """Level 7 for speech; n/a without a listener."""
     if listener is None:
-        return not_judged(HEARD, "words", "no listener was given (--asr)")
+        return not_judged(LISTENERS, HEARD, "no listener was given (--asr)")
     spoken = [Spoken(s.text, s.samples, s.sample_rate) for s in speeches]
     return score_speech(listener, spoken, originals)
+
+
+def compare_voices(speaker: Speaker, questions: Questions) -> Finding:
+    """Level 7 for clones: every text in every voice, each clone to be nearest to its own; n/a without an encoder."""
+    if questions.encoder is None:
+        return not_judged(LISTENERS, VOICES, "no speaker encoder was asked (--voices)")
+    known, clones = {}, []
+    for path in questions.voices:
+        known[path.stem] = read_sound(path)
+        transcript = path.with_suffix(".txt")
+        ref_text = transcript.read_text(encoding="utf-8").strip() if transcript.is_file() else None
+        for seed, text in enumerate(questions.heard):
+            speech = speaker.speak(text, seed=seed, ref_audio=path, ref_text=ref_text)
+            clones.append(Cloned(path.stem, speech.samples, speech.sample_rate))
+    return score_voices(questions.encoder, clones, known)
+
+
+def read_sound(path: Path) -> tuple[np.ndarray, int]:
+    """Mono samples [n] float32 and rate of a sound file."""
+    samples, rate = soundfile.read(path, dtype="float32", always_2d=True)
+    return samples.mean(axis=1), rate
 
 
 def speak_original(bench: Bench, speeches: Sequence[Speech]) -> list[Spoken]:

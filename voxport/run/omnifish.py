@@ -32,8 +32,8 @@ from voxport.run.omnifish_text import encode_prompt
 from voxport.run.session import Engine, Parts
 from voxport.run.speech import Stopwatch
 from voxport.run.stream import SpeechStream
-from voxport.run.text import load_tokenizer
 from voxport.run.text import encode as encode_text
+from voxport.run.text import load_tokenizer
 
 PATTERN_FRAMES = 3  # of the self test
 PATTERN_STRIDE = 37  # odd, so that the pattern visits every code of a power-of-two codebook

@@ -15,8 +15,15 @@ from voxport.manifest_omnifish import OmniFishManifest
 from voxport.run.audio import Reference, load_reference
 from voxport.run.omnifish_speech import Settings
 from voxport.run.omnifish_text import (
-    Turn, check_name, context_text, dialogue_text, fill_instruct, recordings, speakers, style_text,
-)  # fmt: skip
+    Turn,
+    check_name,
+    context_text,
+    dialogue_text,
+    fill_instruct,
+    recordings,
+    speakers,
+    style_text,
+)
 from voxport.run.request import DRAWN_SEEDS
 from voxport.run.sampler import check_sampling, check_seed
 from voxport.run.text import Script, check_script, frame_cap
