@@ -33,8 +33,8 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--frames", type=int, default=48, metavar="T", help="frames of 1/25 s of each greedy run (default: 48)")
     p.add_argument("--asr", metavar="NAME|DIR", help="Whisper model that hears the speech, e.g. tiny.en, or a folder that holds one;"
                    " needs requirements-listen.txt (default: nobody listens)")  # fmt: skip
-    p.add_argument("--voices", type=Path, metavar="DIR", help="folder of sound files, a voice each, with transcripts NAME.txt: every text is cloned in"
-                   " every voice and a speaker encoder tells them apart; needs requirements-listen.txt (default: nobody does)")  # fmt: skip
+    p.add_argument("--voices", type=Path, metavar="DIR", help="folder of sound files, a voice each, with transcripts NAME.txt: every text is"
+                   " cloned in every voice and a speaker encoder tells them apart; needs requirements-listen.txt (default: nobody does)")  # fmt: skip
     p.add_argument("--provider", help="cpu, cuda or an ONNX Runtime name (default: the device of the build)")
     p.add_argument("--allow-fallback", action="store_true", help="judge on the CPU if the provider cannot be had")
     p.add_argument("--threads", type=int, help="CPU threads (default: every usable core)")

@@ -30,8 +30,12 @@ from speech import HOP, SAMPLE_RATE, VOICES, sentence_clip, word_clips  # noqa: 
 from text import make_tokenizer, vocabulary  # noqa: E402
 
 REFERENCE_WORDS = "morning elephant golden station".split()
-EVAL_TEXTS = ("Golden elephant travel tomorrow.", "Summer evening, music under green mountain.", "always remember happy children",
-              "Million people open library november.")
+EVAL_TEXTS = (
+    "Golden elephant travel tomorrow.", "Summer evening, music under green mountain.", "always remember happy children",
+    "Million people open library november.", "Captain station hotel island america.", "simple computer always dangerous",
+    "Monday morning coffee summer travel.", "Chicken honey chocolate breakfast table.",
+    "tiger monkey rabbit elephant africa", "Beautiful london airport, telephone camera.",
+)
 TEXT_ROWS = 64               # the text embedding has a multiple of this many rows
 
 
