@@ -70,16 +70,7 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
         tools=tool_versions(),
         recipe=recipe.record()
         | {"rope_theta": config.rope_theta, "text_embed_by": "rows streamed" if streams_table(checkpoint) else "Olive"},
-        dims=Dims(
-            hidden_size=config.hidden_size,
-            text_vocab_size=config.text_vocab_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_position_embeddings,
-        ),
+        dims=describe_dims(config),
         audio=Audio(config.num_codebooks, config.audio_vocab_size, config.codebook_size, config.boc_id, config.eoc_id),
         codec=Codec(codec.sample_rate, codec.hop_length, MIN_ENCODE_SECONDS * codec.sample_rate, CONTEXT_FRAMES),
         tokens=Tokens(
@@ -103,6 +94,20 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
         ),
         parts={},
         files={},
+    )
+
+
+def describe_dims(config) -> Dims:
+    """Sizes of a Qwen3 body, of whichever family's config."""
+    return Dims(
+        hidden_size=config.hidden_size,
+        text_vocab_size=config.text_vocab_size,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        num_kv_heads=config.num_kv_heads,
+        head_dim=config.head_dim,
+        intermediate_size=config.intermediate_size,
+        max_position_embeddings=config.max_position_embeddings,
     )
 
 

@@ -19,7 +19,7 @@ from voxport.build.workshop import disk_full_explained
 from voxport.errors import UserError, say
 from voxport.families import OMNIFISH
 from voxport.files import read_json
-from voxport.manifest import SCHEMA_VERSION, Dims, KVCache, Licence, Sampling, Source, Target
+from voxport.manifest import SCHEMA_VERSION, KVCache, Licence, Sampling, Source, Target
 from voxport.manifest_omnifish import (
     AXIAL,
     CHAIN,
@@ -110,16 +110,7 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
         codec_licence=find_licence(checkpoint.codec_folder, CODEC_LICENCE_FILE),
         tools=higgs.tool_versions(),
         recipe=recipe.record() | {"rope_theta": config.rope_theta},
-        dims=Dims(
-            hidden_size=config.hidden_size,
-            text_vocab_size=config.text_vocab_size,
-            num_layers=config.num_layers,
-            num_heads=config.num_heads,
-            num_kv_heads=config.num_kv_heads,
-            head_dim=config.head_dim,
-            intermediate_size=config.intermediate_size,
-            max_position_embeddings=config.max_position_embeddings,
-        ),
+        dims=higgs.describe_dims(config),
         codebooks=Codebooks(list(ref.CODEBOOK_SIZES), ref.VOCAB, ref.MASK_ID, ref.END_ID, list(ref.PAD_IDS)),
         codec=codec,
         residual=describe_residual(checkpoint),

@@ -8,12 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from voxport.errors import WorkError
-from voxport.files import atomic_path
 from voxport.manifest import Sampling
-from voxport.run.audio import FADE_SECONDS, Form, check_output, fade_end, write_sound
+from voxport.run.audio import FADE_SECONDS
 from voxport.run.omnifish_blocks import Dice
-from voxport.run.speech import Stopwatch, peak_rss_mb
+from voxport.run.speech import Faded, Stopwatch, peak_rss_mb, save_arrays
 
 END, MAX_FRAMES = "end", "max_frames"  # why speech was over
 LAPS = ("load", "encode", "prefill", "body", "residual", "codec")
@@ -67,7 +65,7 @@ def measure(watch: Stopwatch, blocks: int, frames: int, seconds: float) -> Healt
 
 
 @dataclass(frozen=True)
-class OmniSpeech:
+class OmniSpeech(Faded):
     """One utterance. samples [T * hop] float32 as the codec gave them, unfaded; codes [N, T]; prompt_ids [S]; reference [N, P]
     codes of the voice, None without one."""
 
@@ -104,24 +102,12 @@ class OmniSpeech:
         """Length of the fade at the end of what is saved: only speech that did not end by itself is faded."""
         return 0.0 if self.finish_reason == END else FADE_SECONDS
 
-    def faded(self) -> np.ndarray:
-        """[T * hop] the samples that a file gets."""
-        return fade_end(self.samples, self.sample_rate) if self.fade_seconds else self.samples
-
-    def save(self, path: str | os.PathLike, form: Form = Form()) -> None:
-        """Write a mono file of the kind that its ending names, whole or not at all."""
-        write_sound(path, self.faded(), self.sample_rate, form)
-
     def save_codes(self, path: str | os.PathLike) -> None:
         """Write prompt_ids [S], semantic [T], codes [N, T] and, for a clone, reference_codes [N, P] (all int64) as .npz."""
         arrays = {"prompt_ids": self.prompt_ids, "semantic": self.semantic, "codes": self.codes}
         if self.reference is not None:
             arrays["reference_codes"] = self.reference
-        try:
-            with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
-        except OSError as error:
-            raise WorkError(f"cannot write {path}: {error}") from error
+        save_arrays(path, arrays)
 
     def report(self) -> dict:
         """Everything but the arrays, ready for JSON."""

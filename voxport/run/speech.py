@@ -80,8 +80,29 @@ class Health:
     peak_rss_mb: float | None
 
 
+class Faded:
+    """What every family's speech does with its sound: `samples` [T * hop] at `sample_rate`, faded where `fade_seconds` says so."""
+
+    def faded(self) -> np.ndarray:
+        """[T * hop] the samples that a file gets."""
+        return fade_end(self.samples, self.sample_rate) if self.fade_seconds else self.samples
+
+    def save(self, path: str | os.PathLike, form: Form = Form()) -> None:
+        """Write a mono file of the kind that its ending names (16-bit unless `form` differs), whole or not at all."""
+        write_sound(path, self.faded(), self.sample_rate, form)
+
+
+def save_arrays(path: str | os.PathLike, arrays: dict[str, np.ndarray]) -> None:
+    """Write arrays as int64 into an .npz, whole or not at all."""
+    try:
+        with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
+            np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
+    except OSError as error:
+        raise WorkError(f"cannot write {path}: {error}") from error
+
+
 @dataclass(frozen=True)
-class Speech:
+class Speech(Faded):
     """One utterance. T frames, L = T + N - 1 rows, P prompt positions, R reference frames.
 
     samples [T * hop] float32 as the codec gave them, unfaded; codes [T, N]; rows [L, N] as sampled (cut at a plateau);
@@ -114,24 +135,12 @@ class Speech:
         """Length of the fade at the end of what is saved: only speech that did not end by itself is faded."""
         return 0.0 if self.finish_reason == EOC else FADE_SECONDS
 
-    def faded(self) -> np.ndarray:
-        """[T * hop] the samples that a file gets."""
-        return fade_end(self.samples, self.sample_rate) if self.fade_seconds else self.samples
-
-    def save(self, path: str | os.PathLike, form: Form = Form()) -> None:
-        """Write a mono file of the kind that its ending names (16-bit unless `form` differs), whole or not at all."""
-        write_sound(path, self.faded(), self.sample_rate, form)
-
     def save_codes(self, path: str | os.PathLike) -> None:
         """Write prompt_ids, rows, codes and, for a clone, reference_codes (all int64) as .npz."""
         arrays = {"prompt_ids": self.prompt_ids, "rows": self.rows, "codes": self.codes}
         if self.reference_codes is not None:
             arrays["reference_codes"] = self.reference_codes
-        try:
-            with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
-                np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
-        except OSError as error:
-            raise WorkError(f"cannot write {path}: {error}") from error
+        save_arrays(path, arrays)
 
     def report(self) -> dict:
         """Everything but the arrays, ready for JSON."""
