@@ -9,7 +9,7 @@ from pathlib import Path
 from voxport.build import higgs, omnifish_script
 from voxport.build.download import DEFAULT_ID, Found, find_checkpoint
 from voxport.build.omnifish_parts import COMPONENTS as OMNIFISH_COMPONENTS
-from voxport.build.plan import Plan, make_plan, remember_seconds
+from voxport.build.plan import PROOF, Plan, make_plan, remember_seconds
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
 from voxport.errors import DONE, UserError, run_script, say
 from voxport.families import OMNIFISH
@@ -61,10 +61,13 @@ def build(builder: higgs.Builder, components: tuple[str, ...], plan: Plan) -> di
         if made:
             remember_seconds({name: seconds[name]}, builder.shop.recipe, builder.shop.checkpoint)
         size = sum(record.bytes for record in builder.folder.manifest.parts[name].files.values())
-        elapsed, left = time.perf_counter() - begun, plan.seconds_left(components[i:], seconds)
+        elapsed, left = time.perf_counter() - begun, plan.seconds_left((*components[i:], PROOF), seconds)
         when = f"{seconds[name]:.1f} s" if made else "up to date"
         say(f"{name:16} {size / 1e6:9.1f} MB  {when:>10}  {clock(elapsed)} elapsed, {clock(left)} left")
+    start = time.perf_counter()
     builder.finish()
+    if PROOF in plan.needs:
+        remember_seconds({PROOF: round(time.perf_counter() - start, 2)}, builder.shop.recipe, builder.shop.checkpoint)
     return seconds
 
 

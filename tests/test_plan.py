@@ -11,7 +11,7 @@ import optimize
 from voxport.build import plan
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.higgs import COMPONENTS
-from voxport.build.plan import Machine, Need, Plan, make_plan, needs
+from voxport.build.plan import PROOF, Machine, Need, Plan, make_plan, needs, proof_need
 from voxport.build.recipes import RECIPES, Recipe
 from voxport.errors import UserError, run_script
 from voxport.manifest import Manifest
@@ -44,6 +44,8 @@ def test_the_published_size_stays_within_the_promised_memory(published):
     assert all(found[name].memory <= 3 * GB for name in ("llm_decoder", "text_embed"))
     assert all(found[name].memory <= 5 * GB for name in ("audio_tokenizer", "audio_encoder"))
     assert needs(published, Recipe("cuda", "fp16"))["llm_decoder"].memory <= 5 * GB
+    assert proof_need(published, Recipe("cpu", "int4")).memory <= 4 * GB
+    assert proof_need(published, Recipe("cuda", "fp16")).memory <= 3 * GB
 
 
 def test_the_size_of_results_is_foretold_to_a_few_per_cent(published):
@@ -105,15 +107,17 @@ def test_one_part_at_a_time_is_counted():
 
 def test_parts_that_are_there_need_nothing(tiny_int4, tiny):
     assert make_plan(tiny, Recipe("cpu", "int4"), COMPONENTS, tiny_int4).needs == {}
-    assert set(make_plan(tiny, Recipe("cpu", "int4", rounding="rtn-64"), COMPONENTS, tiny_int4).needs) == {"llm_decoder"}
-    assert set(make_plan(tiny, Recipe("cpu", "int4"), COMPONENTS, tiny_int4.parent / "new").needs) == set(COMPONENTS)
+    assert set(make_plan(tiny, Recipe("cpu", "int4", rounding="rtn-64"), COMPONENTS, tiny_int4).needs) == {"llm_decoder", PROOF}
+    assert set(make_plan(tiny, Recipe("cpu", "int4"), COMPONENTS, tiny_int4.parent / "new").needs) == {*COMPONENTS, PROOF}
+    some = ("audio_embed", "audio_heads")  # no whole build: nothing is proved
+    assert set(make_plan(tiny, Recipe("cpu", "int4"), some, tiny_int4.parent / "new").needs) == set(some)
 
 
 def test_the_plan_is_printed_and_nothing_is_built(tmp_path, capsys):
     flags = ["--checkpoint", str(TINY), "--output", str(tmp_path / "out"), "--plan"]
     assert run_script(optimize.main, flags) == 0
     said = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in said[1:-1]] == list(COMPONENTS)
+    assert [line.split()[0] for line in said[1:-1]] == [*COMPONENTS, PROOF]
     assert "free" in said[-1]
     assert not (tmp_path / "out").exists()
 

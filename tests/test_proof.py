@@ -14,7 +14,7 @@ from faults import copy_build, repair_manifest
 
 import inference
 from voxport.build.folder import BuildFolder
-from voxport.build.prove import find_edge
+from voxport.build.prove import find_edge, prove
 from voxport.errors import WorkError, run_script
 from voxport.files import read_json, sha256_file
 from voxport.manifest import MANIFEST_NAME, Manifest
@@ -89,6 +89,32 @@ def test_a_clean_build_verifies_to_the_bit_and_says_so_for_every_part(tiny_int4,
     assert len(report) == len(TASKS) and {row["state"] for row in report} == {OK}
     assert {row["says"] for row in report} == {"the same to the bit"}
     assert all(row["part"] in printed.err for row in report)
+
+
+def test_a_body_too_large_to_be_packed_is_proved_from_its_file_and_verifies_to_the_bit(tiny_build, tmp_path, monkeypatch, capsys):
+    folder = copy_build(tiny_build, tmp_path / "copy")
+    monkeypatch.setattr("voxport.build.prove.PACKED_BYTES", 0)
+    manifest = Manifest.read(folder)
+    dataclasses.replace(manifest, proof=prove(folder, manifest)).write(folder)
+    assert "llm_decoder" in Manifest.read(folder).proof.unpacked and manifest.proof.unpacked == []
+    assert verify("--model-path", folder) == 0
+    assert "answers as the build proved them" in capsys.readouterr().err
+    change_byte(folder, "audio_heads", byte=3, flip=0x04)
+    assert verify("--model-path", folder) == 1
+
+
+def test_where_weights_are_packed_an_unpacked_proof_is_held_to_a_tolerance(tiny_build):
+    parts = open_parts(tiny_build)
+    told = dataclasses.replace(parts.manifest.proof, unpacked=["llm_decoder"])
+    assert not proof.is_home(told, parts["llm_decoder"], told.threads) and proof.is_home(told, parts["audio_heads"], told.threads)
+
+
+def test_only_the_graphs_that_a_question_needs_are_held_while_all_are_asked(tiny_int4):
+    held, parts = [], open_parts(tiny_int4)
+    for _ in replay(parts, parts.manifest, FULL):
+        held.append(set(parts.providers()))
+    assert max(map(len, held)) <= 3 and {"audio_encoder", "audio_tokenizer"} in held
+    assert all("llm_decoder" not in names for names in held[-6:])
 
 
 @pytest.mark.parametrize("part", ["llm_decoder", "audio_heads", "audio_tokenizer"])

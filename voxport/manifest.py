@@ -181,7 +181,8 @@ class Figure:
 class Proof:
     """What the build's own graphs computed when they had passed their check; `voxport/run/proof.py` asks them again.
 
-    `provider`, `onnxruntime`, `machine` and `threads` say where. The questions: `prompt_ids` [P] with the placeholder at the
+    `provider`, `onnxruntime`, `machine` and `threads` say where; the parts in `unpacked` computed from their files, for want of
+    memory. The questions: `prompt_ids` [P] with the placeholder at the
     delayed rows of `reference_codes` [R, N]; `edges` are pairs of mixing factors between which the encoder changes a code.
     """
 
@@ -190,6 +191,7 @@ class Proof:
     onnxruntime: str
     machine: str
     threads: int
+    unpacked: list[str]
     prompt_ids: list[int]
     reference_codes: list[list[int]]
     edges: list[list[float]]

@@ -24,6 +24,7 @@ from voxport.build.checkpoint import Checkpoint
 from voxport.build.parts import AUDIO_EMBED, AUDIO_ENCODER, AUDIO_HEADS, AUDIO_TOKENIZER, TEXT_EMBED
 from voxport.errors import WorkError
 from voxport.manifest import TensorSpec
+from voxport.run.session import keep_unpacked
 
 TOLERANCE = {"fp32": 1e-4, "fp16": 4e-3, "int8": 2e-2, "int4": 0.2}
 # Against `_ref` on the weights that the graph holds. An int4 kernel that rounds activations to int8 too loses 0.001 in 3 layers
@@ -32,7 +33,7 @@ TOLERANCE = {"fp32": 1e-4, "fp16": 4e-3, "int8": 2e-2, "int4": 0.2}
 DECODER_COSINE = {"fp32": 0.99999, "fp16": 0.999, "int4": 0.9}
 ROUNDED = ("int4",)  # precisions of the decoder whose kernels may round activations
 LAYER_NODE = re.compile(r"/model/layers\.(\d+)/")
-PACKED_BYTES = 1 << 30  # of rounded weights that the check may pack for the kernels
+PACKED_BYTES = 1 << 30  # of weights that the check may pack for the kernels
 SEED = 0
 NUMPY_NAMES = {"tensor(float)": "float32", "tensor(float16)": "float16", "tensor(int64)": "int64", "tensor(int32)": "int32"}
 
@@ -48,10 +49,7 @@ class PartSession:
         options = ort.SessionOptions()
         options.enable_cpu_mem_arena = False  # it grows by doubling: on large weights up to twice what is needed
         if not packed:
-            options.add_session_config_entry("session.disable_prepacking", "1")
-            options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it would fold float16 into float32
-            options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # one matrix is cast at a time, where it is used
-            options.enable_mem_pattern = False
+            keep_unpacked(options)
         if edited is not None:
             options.add_session_config_entry("session.model_external_initializers_file_folder_path", str(graph.parent.resolve()))
         try:
@@ -167,16 +165,15 @@ def check_decoder(graph: Path, precision: str, model: Higgs) -> PartSession:
     the same in every layer, so of a large graph the first layers do, for packing takes more memory than the weights themselves.
     """
     share = PACKED_BYTES / graph.with_name(graph.name + ".data").stat().st_size
-    session = PartSession(graph, packed=share >= 1)
-    if precision not in ROUNDED:
+    whole = share >= 1
+    if precision in ROUNDED:
+        compare_decoder(PartSession(graph, with_accuracy_level(graph, 0), packed=whole), "fp16", model)
+        if not whole:
+            shallow = replace(model, config=replace(model.config, num_layers=max(1, int(share * model.config.num_layers))))
+            compare_decoder(PartSession(graph, first_layers(graph, shallow.config.num_layers)), precision, shallow)
+    session = PartSession(graph, packed=whole)  # one session at a time: each maps all weights
+    if whole or precision not in ROUNDED:
         compare_decoder(session, precision, model)
-        return session
-    compare_decoder(PartSession(graph, with_accuracy_level(graph, 0), packed=share >= 1), "fp16", model)
-    if share >= 1:
-        compare_decoder(session, precision, model)
-    else:
-        shallow = replace(model, config=replace(model.config, num_layers=max(1, int(share * model.config.num_layers))))
-        compare_decoder(PartSession(graph, first_layers(graph, shallow.config.num_layers)), precision, shallow)
     return session
 
 

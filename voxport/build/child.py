@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing import connection
 from typing import Any
 
@@ -23,7 +25,8 @@ def run_in_child(label: str, function: Callable, *arguments: Any) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     child = context.Process(target=_serve, args=(theirs, label, function, arguments))
-    child.start()
+    with _main_forgotten():
+        child.start()
     theirs.close()
     try:
         error, value = ours.recv()
@@ -35,6 +38,20 @@ def run_in_child(label: str, function: Callable, *arguments: Any) -> Any:
     if error is not None:
         raise error
     return value
+
+
+@contextlib.contextmanager
+def _main_forgotten() -> Iterator[None]:
+    """A child imports the script of its parent again, and all that this imports, unless it has no file. It needs none of it."""
+    main = sys.modules["__main__"]
+    file, spec = vars(main).pop("__file__", None), vars(main).get("__spec__")
+    main.__spec__ = None
+    try:
+        yield
+    finally:
+        main.__spec__ = spec
+        if file is not None:
+            main.__file__ = file
 
 
 def _end(child: multiprocessing.process.BaseProcess) -> None:

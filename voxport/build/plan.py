@@ -24,11 +24,13 @@ from voxport.files import free_disk, read_json, write_json
 from voxport.run.trust import cache_folder
 
 GB = 1e9
-PYTHON = 0.45 * GB  # an interpreter with torch, Olive or ModelBuilder, and ONNX Runtime
+PYTHON = 0.65 * GB  # two interpreters: the build's, and its child with torch, Olive or ModelBuilder, and ONNX Runtime
 BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.2, "int4": 0.7}  # a weight, scales included
 OLIVE_COPIES = 4.0  # of a module's float32 weights while it is traced, exported and saved
 CODEC_SIDES = {AUDIO_TOKENIZER: ("acoustic_decoder", "quantizer", "fc2"),
                AUDIO_ENCODER: ("acoustic_encoder", "encoder_semantic", "semantic_model", "quantizer", "fc")}  # fmt: skip
+PROOF = "proof"  # the row for the questions that a whole build answers at the end
+PACKED = 1.2  # of a rounded body's bytes: packed for its kernels it has a sum a block as well
 HISTORY = "history.json"
 
 
@@ -63,9 +65,11 @@ def needs(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Need]:
     sizes[AUDIO_HEADS] = sizes[AUDIO_EMBED]
     for name, sides in CODEC_SIDES.items():
         sizes[name] = count_weights(shapes, *(f"{CODEC_PREFIX}{side}." for side in sides))
+    codec = count_weights(shapes, CODEC_PREFIX)
     for name, weights in sizes.items():
         result = weights * BYTES[recipe.plans[name].precision]
-        made[name] = Need(PYTHON + OLIVE_COPIES * 4 * weights, result, 2 * 4 * weights)
+        exported, checked = OLIVE_COPIES * 4 * weights, (5 * codec + 12 * weights) * (name in CODEC_SIDES)
+        made[name] = Need(PYTHON + max(exported, checked), result, 2 * 4 * weights)
     if streams_table(checkpoint):  # the check holds the stored table once
         made[TEXT_EMBED] = Need(PYTHON + 2 * sizes[TEXT_EMBED], made[TEXT_EMBED].result, made[TEXT_EMBED].result)
     return made
@@ -83,6 +87,13 @@ def decoder_need(checkpoint: Checkpoint, recipe: Recipe) -> Need:
     result = sum(layers.values()) * BYTES[recipe.precision]
     copied = 2 * (sum(layers.values()) + config.text_vocab_size * config.hidden_size)
     return Need(PYTHON + 2 * joint + 8 * largest, result, copied)
+
+
+def proof_need(checkpoint: Checkpoint, recipe: Recipe) -> Need:
+    """A rounded body is packed whole, as it is for speech; a large one of floats computes from its file, a matrix at a time."""
+    if recipe.body_block is not None:
+        return Need(PYTHON + PACKED * decoder_need(checkpoint, recipe).result, 0.0, 0.0)
+    return Need(PYTHON + 8 * 4.0 * max(math.prod(s) for n, s in body_shapes(checkpoint.config).items() if ".layers." in n), 0.0, 0.0)
 
 
 def rounded_bytes(form) -> float:
@@ -139,7 +150,7 @@ class Plan:
 
     @property
     def memory(self) -> float:
-        """One part after the other: the hungriest decides."""
+        """One after the other: the hungriest decides."""
         return max((need.memory for need in self.needs.values()), default=0.0)
 
     @property
@@ -182,7 +193,7 @@ class Plan:
             )
 
     def _smaller(self, hungry: list[str]) -> str:
-        fits = [name for name in self.needs if name not in hungry]
+        fits = [name for name in self.needs if name not in (*hungry, PROOF)]
         if not fits:
             return "build on a machine with more memory and copy the folder"
         return f"build what fits with --components {','.join(fits)} and the rest on a machine with more"
@@ -195,7 +206,10 @@ def _gb(size: float) -> str:
 def make_plan(checkpoint: Checkpoint, recipe: Recipe, components: tuple[str, ...], output: Path) -> Plan:
     """The plan for the components that the folder does not hold yet."""
     held = held_parts(output, recipe, checkpoint.fingerprint())
-    wanted = {name: need for name, need in needs(checkpoint, recipe).items() if name in components and name not in held}
+    every = needs(checkpoint, recipe)
+    wanted = {name: need for name, need in every.items() if name in components and name not in held}
+    if wanted and every.keys() <= wanted.keys() | held:
+        wanted[PROOF] = proof_need(checkpoint, recipe)
     seconds = {name: last for name in wanted if (last := recall_seconds(name, recipe, checkpoint)) is not None}
     return Plan(wanted, machine(output), seconds, output)
 

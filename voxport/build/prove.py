@@ -7,15 +7,18 @@ from pathlib import Path
 
 import numpy as np
 
-from voxport.manifest import Manifest, Proof
+from voxport.manifest import Figure, Manifest, Part, Proof
+from voxport.progress import bar
 from voxport.run.delay import apply_delay
-from voxport.run.proof import TASKS, VERSION, Replay, integers, machine_name, runtime_name, take_figure
+from voxport.run.proof import TASKS, VERSION, Replay, Task, integers, machine_name, runtime_name, take_figure
 from voxport.run.session import CPU, Engine, Parts
 from voxport.run.text import build_prompt, load_tokenizer
 
 SENTENCE = "This build speaks."
 REFERENCE_FRAMES = 2  # with the delay some nine rows: the prompt stays near 20 positions
 EDGES = 4  # pairs of clips a hair apart; each feels about half of the changes that are as small as float32 rounding
+# Of float weights in one part: a large body's kernels would pack a second copy of them, from float16 one of twice the size.
+PACKED_BYTES = 1 << 30
 HALVINGS = 24  # brings two clips that differ by 1 % to within the last bit of a float32 sample
 
 
@@ -26,19 +29,40 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
     codes = integers("reference", audio.codebook_size, REFERENCE_FRAMES, audio.num_codebooks)
     rows = apply_delay(codes, audio)
     prompt = build_prompt(load_tokenizer(folder, manifest), manifest.tokens, SENTENCE, None, len(rows))
-    replay = Replay(Parts(folder, manifest, engine), manifest, prompt.ids.tolist(), codes.tolist(), [])
-    replay.edges = [find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)) for pair in range(EDGES)]
+    unpacked = [name for name, part in manifest.parts.items() if too_large_to_pack(part)]
+    replay = Replay(Parts(folder, manifest, engine, unpacked=unpacked), manifest, prompt.ids.tolist(), codes.tolist(), [])
+    with bar(EDGES + len(TASKS), "proof", "question") as progress:
+        for pair in range(EDGES):
+            replay.edges.append(find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)))
+            progress.update()
+        figures = {}
+        for task in TASKS:
+            progress.set_postfix_str(task.name)
+            figures[task.name] = answer(task, replay)
+            progress.update()
     return Proof(
         version=VERSION,
         provider=CPU,
         onnxruntime=runtime_name(),
         machine=machine_name(),
         threads=engine.threads,
+        unpacked=unpacked,
         prompt_ids=replay.prompt_ids,
         reference_codes=replay.reference_codes,
         edges=replay.edges,
-        figures={task.name: take_figure(task, task.ask(replay)) for task in TASKS},
+        figures=figures,
     )
+
+
+def too_large_to_pack(part: Part) -> bool:
+    """Whether a part must compute from its file while it is proved. Rounded weights are packed to about their own size."""
+    return part.precision in ("fp16", "fp32") and sum(record.bytes for record in part.files.values()) > PACKED_BYTES
+
+
+def answer(task: Task, replay: Replay) -> Figure:
+    """What the manifest keeps of the answer. Graphs that the question does not need are let go: together they fill the memory."""
+    replay.parts.keep_only(task.parts)
+    return take_figure(task, task.ask(replay))
 
 
 def find_edge(encode: Callable[[float], np.ndarray]) -> list[float]:

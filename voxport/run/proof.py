@@ -28,7 +28,7 @@ from voxport.run.decoder import EMBEDS, HIDDEN, MASK, POSITIONS
 from voxport.run.delay import apply_delay
 from voxport.run.session import Engine, Graph, Parts
 
-VERSION = 1  # of the questions: a proof of another version cannot be replayed
+VERSION = 2  # of the questions: a proof of another version cannot be replayed
 TEXT_EMBED, AUDIO_EMBED, BODY, HEADS = "text_embed", "audio_embed", "llm_decoder", "audio_heads"
 QUICK, FULL = "quick", "full"
 OK, FAIL, NOT_JUDGED = "ok", "FAIL", "not judged"
@@ -254,7 +254,8 @@ def _chunks(rows: np.ndarray, size: int = TABLE_ROWS) -> Iterator[np.ndarray]:
 class Task:
     """One question: which part answers it, which parts make what that part is fed, how it is put, and to whom it matters.
 
-    `exact` answers are the same bits on every provider; `codes` are counted, not measured; `tops` largest numbers are kept.
+    `exact` answers are the same bits on every provider, so that their digest tells all; `codes` are counted, not measured;
+    `tops` largest numbers are kept.
     """
 
     part: str
@@ -269,6 +270,11 @@ class Task:
     @property
     def name(self) -> str:
         return f"{self.part}: {self.what}"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """All that the question needs."""
+        return (*self.fed_by, self.part)
 
 
 EMBEDDINGS = (TEXT_EMBED, AUDIO_EMBED)
@@ -307,7 +313,7 @@ def take_figure(task: Task, groups: Iterable[np.ndarray], places: list[list[int]
         chosen = _choose_places(task, i, numbers) if places is None else places[i] if i < len(places) else []
         figure.sizes.append(len(numbers))
         figure.scales.append(_short(np.sqrt(np.mean(numbers**2))))
-        figure.sums.append([] if task.codes else [_short(s) for s in project(f"{task.name} {i}", numbers)])
+        figure.sums.append([] if task.codes or task.exact else [_short(s) for s in project(f"{task.name} {i}", numbers)])
         figure.places.append(chosen)
         figure.values.append([_short(numbers[p]) if p < len(numbers) else math.nan for p in chosen])
     return Figure(digest.hexdigest(), figure.sizes, figure.scales, figure.sums, figure.places, figure.values)
@@ -372,6 +378,8 @@ def replay(parts: Parts, manifest: Manifest, depth: str, names: Iterable[str] | 
     for task in TASKS:
         if task.part not in names or (task.depth == FULL and depth == QUICK):
             continue
+        if depth == FULL:  # a quick look leaves loaded what speaks next
+            parts.keep_only(task.parts)
         culprits = [part for part in task.fed_by if part in failed]
         if culprits:
             says = f"{culprits[0]}, which feeds it, failed"
@@ -389,7 +397,7 @@ def verify_build(
     """Replay everything. No `threads` means as many as wrote the proof, so that bits can be compared where it was written."""
     proof = check_proof(manifest)
     engine = Engine.choose(provider, proof.threads if threads is None else threads, allow_fallback, manifest.target.device)
-    return replay(Parts(folder, manifest, engine), manifest, FULL)
+    return replay(Parts(folder, manifest, engine, unpacked=proof.unpacked), manifest, FULL)
 
 
 def judge_task(task: Task, ask: Replay, proof: Proof) -> Verdict:
@@ -408,7 +416,7 @@ def judge_task(task: Task, ask: Replay, proof: Proof) -> Verdict:
     error = count_other_codes(found, expected) if task.codes else measure_error(found, expected)
     if not math.isfinite(error):
         return result(FAIL, "not finite" if found.sizes == expected.sizes else "of another shape")
-    says = f"{error:.2g} of the codes differ" if task.codes else f"off by {error:.2g} of its size"
+    says = f"{error:.2g} of the codes differ" if task.codes else f"off by {error:.2g} of its size" if error else "other bits"
     if strict:
         return result(FAIL, f"{says}, where every bit must be as it was", error, 0.0)
     allowed = tolerance(task, ask.manifest, proof, graph.provider)
@@ -416,9 +424,9 @@ def judge_task(task: Task, ask: Replay, proof: Proof) -> Verdict:
 
 
 def is_home(proof: Proof, graph: Graph, threads: int) -> bool:
-    """Whether this is where the proof was written. Threads count: a convolution cut otherwise adds in another order."""
-    here = (graph.provider, runtime_name(), machine_name(), threads)
-    return here == (proof.provider, proof.onnxruntime, proof.machine, proof.threads)
+    """Whether this is where the proof was written. Threads and packing count: what is cut otherwise adds in another order."""
+    here = (graph.provider, runtime_name(), machine_name(), threads, graph.packed)
+    return here == (proof.provider, proof.onnxruntime, proof.machine, proof.threads, graph.name not in proof.unpacked)
 
 
 def tolerance(task: Task, manifest: Manifest, proof: Proof, provider: str) -> float:

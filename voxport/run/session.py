@@ -6,7 +6,7 @@ import dataclasses
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -49,11 +49,13 @@ ORT_ERRORS = (RuntimeError, ValueError, MemoryError) + tuple(
 
 @dataclass(frozen=True)
 class Engine:
-    """Where graphs run: an ONNX Runtime provider, CPU threads, and whether the CPU may stand in for the provider."""
+    """Where and how graphs run: an ONNX Runtime provider, CPU threads, whether the CPU may stand in for the provider, and whether
+    it packs weights for its kernels. Unpacked it computes from the mapped file: slow, but without a copy of them in memory."""
 
     provider: str
     threads: int
     allow_fallback: bool = False
+    packed: bool = True
 
     @classmethod
     def choose(cls, provider: str | None, threads: int | None, allow_fallback: bool, device: str) -> Engine:
@@ -122,7 +124,18 @@ def _options(engine: Engine) -> ort.SessionOptions:
     options.log_severity_level = 3  # errors only: warnings about node placement are not the user's concern
     for name, value in SPINNING.items():
         options.add_session_config_entry(name, value)
+    if not engine.packed:
+        keep_unpacked(options)
     return options
+
+
+def keep_unpacked(options: ort.SessionOptions) -> None:
+    """Let kernels compute from the mapped file, with no second copy of the weights."""
+    options.enable_cpu_mem_arena = False  # it grows by doubling: on large weights up to twice what is needed
+    options.add_session_config_entry("session.disable_prepacking", "1")
+    options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL  # it would fold float16 into float32
+    options.execution_order = ort.ExecutionOrder.PRIORITY_BASED  # one matrix is cast at a time, where it is used
+    options.enable_mem_pattern = False
 
 
 def _first_line(error: BaseException) -> str:
@@ -132,9 +145,10 @@ def _first_line(error: BaseException) -> str:
 class Graph:
     """One loaded part: feeds are cast to what the graph declares, outputs come back by name."""
 
-    def __init__(self, session, name: str):
+    def __init__(self, session, name: str, packed: bool = True):
         self.session = session
         self.name = name
+        self.packed = packed
         self.provider = session.get_providers()[0]
         self.input_types = {value.name: self._numpy_type(value.type) for value in session.get_inputs()}
         self.output_types = {value.name: self._numpy_type(value.type) for value in session.get_outputs()}
@@ -175,14 +189,21 @@ class Graph:
 
 
 class Parts:
-    """The graphs of a build folder, each verified against the manifest and loaded when it is first asked for."""
+    """The graphs of a build folder, each verified against the manifest and loaded when it is first asked for; those called
+    `unpacked` without packing their weights, where they run on the CPU."""
 
     def __init__(
-        self, folder: Path, manifest: Manifest, engine: Engine, verify: Callable[[dict[str, FileRecord]], None] | None = None
+        self,
+        folder: Path,
+        manifest: Manifest,
+        engine: Engine,
+        verify: Callable[[dict[str, FileRecord]], None] | None = None,
+        unpacked: Collection[str] = (),
     ):
         self.folder = Path(folder)
         self.manifest = manifest
         self.engine = engine
+        self.unpacked = frozenset(unpacked if engine.provider == CPU else ())
         self.verify = verify or (lambda files: verify_files(self.folder, files))
         self._graphs: dict[str, Graph] = {}
         self._locks = {name: threading.Lock() for name in manifest.parts}
@@ -202,6 +223,11 @@ class Parts:
             with ThreadPoolExecutor(min(self.engine.threads, len(missing))) as pool:
                 list(pool.map(self.__getitem__, sorted(missing, key=self._size, reverse=True)))
 
+    def keep_only(self, names: Iterable[str]) -> None:
+        """Forget all loaded graphs but these; the others are loaded again when they are asked for."""
+        with self._lock:
+            self._graphs = {name: graph for name, graph in self._graphs.items() if name in names}
+
     def _size(self, name: str) -> int:
         return sum(record.bytes for record in self.manifest.part(name).files.values())
 
@@ -219,8 +245,9 @@ class Parts:
     def _load(self, name: str) -> Graph:
         part = self.manifest.part(name)
         self.verify(part.files)
-        engine = dataclasses.replace(self.engine, threads=1) if name in LOOKUPS else self.engine
-        graph = Graph(open_session(self.folder / part.graph, engine), name)
+        threads, packed = 1 if name in LOOKUPS else self.engine.threads, name not in self.unpacked
+        engine = dataclasses.replace(self.engine, threads=threads, packed=packed)
+        graph = Graph(open_session(self.folder / part.graph, engine), name, packed)
         graph.require([value.name for value in part.inputs], [value.name for value in part.outputs])
         return graph
 
