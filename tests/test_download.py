@@ -12,7 +12,10 @@ from conftest import DEMO, ROOT, TINY, run_cli
 from hub import NEW_ID, OLD_ID, REVISION, serve
 
 from voxport.build.download import DEFAULT_ID, find_checkpoint
+from voxport.build.fetch import partial_path
+from voxport.build.lock import Lock
 from voxport.errors import UserError
+from voxport.files import sha256_file
 from voxport.manifest import Manifest
 
 FIND = """
@@ -92,7 +95,7 @@ def test_a_connection_that_breaks_is_resumed_where_it_broke(hub, tmp_path, repos
     hub.cut.add("model.safetensors")
     assert find(hub, tmp_path, NEW_ID).returncode == 0
     first, second = hub.ranges("model.safetensors")
-    assert first is None
+    assert first == "bytes=0-"
     assert int(second.removeprefix("bytes=").removesuffix("-")) >= 10_000_000
     assert (tmp_path / "model/higgs-tts-3-4b/model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
 
@@ -136,15 +139,46 @@ def test_files_that_are_there_already_need_no_disk(hub, tmp_path):
     assert find(hub, tmp_path, NEW_ID, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}").returncode == 0
 
 
-def test_a_download_killed_in_the_middle_is_not_taken_as_complete(hub, tmp_path, repository):
-    """What is there by then has another name; the next run asks for the rest."""
-    folder = tmp_path / "model" / "higgs-tts-3-4b"
-    partial = folder / ".cache" / "huggingface" / "download" / "abc.def.incomplete"
-    partial.parent.mkdir(parents=True)
-    partial.write_bytes((repository / "model.safetensors").read_bytes()[:1000])
+def partial(tmp_path, repository, size: int):
+    """The first bytes of the weights, as a run that was killed leaves them."""
+    target = tmp_path / "model" / "higgs-tts-3-4b" / "model.safetensors"
+    left = partial_path(target, sha256_file(repository / target.name))
+    left.parent.mkdir(parents=True, exist_ok=True)
+    left.write_bytes((repository / target.name).read_bytes()[:size])
+    return target, left
+
+
+def test_a_download_killed_in_the_middle_is_not_taken_as_complete_and_goes_on(hub, tmp_path, repository):
+    target, left = partial(tmp_path, repository, 1000)
     one_line(find(hub, tmp_path, NEW_ID, "--skip-download"), code=2)
     assert find(hub, tmp_path, NEW_ID).returncode == 0
-    assert (folder / "model.safetensors").read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert target.read_bytes() == (repository / "model.safetensors").read_bytes()
+    assert hub.ranges("model.safetensors") == ["bytes=1000-"] and not left.exists()
+
+
+def test_two_downloads_of_one_file_do_not_mix(hub, tmp_path, repository):
+    target, left = partial(tmp_path, repository, 1000)
+    held = Lock(left.with_suffix(".lock"))
+    message = one_line(find(hub, tmp_path, NEW_ID), code=2)
+    assert f"is being downloaded by process {os.getpid()}" in message and left.stat().st_size == 1000
+    held.release()
+    assert find(hub, tmp_path, NEW_ID).returncode == 0 and target.exists()
+
+
+def test_a_server_that_sends_the_whole_file_again_is_taken_at_its_word(hub, tmp_path, repository):
+    target, _ = partial(tmp_path, repository, 1000)
+    hub.deaf = True
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    assert target.read_bytes() == (repository / "model.safetensors").read_bytes()
+
+
+def test_a_file_that_arrives_damaged_is_thrown_away(hub, tmp_path, repository):
+    target, left = partial(tmp_path, repository, 1000)
+    hub.spoilt.add("model.safetensors")
+    message = one_line(find(hub, tmp_path, NEW_ID), code=1)
+    assert "model.safetensors arrived damaged" in message and not target.exists() and not left.exists()
+    hub.spoilt.clear()
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
 
 
 OFFLINE = pytest.mark.parametrize(

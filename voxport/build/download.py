@@ -8,6 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from voxport.build.fetch import fetch, partial_path, size_of
 from voxport.errors import UserError, WorkError
 from voxport.files import free_disk
 
@@ -63,7 +64,11 @@ def _download(name: str, folder: Path) -> Found:
 
     try:
         revision = HfApi().model_info(name).sha
-        require_disk(missing_bytes(name, revision, folder), name, folder)
+        missing = missing_files(name, revision, folder)
+        require_disk(missing_bytes(missing, folder), name, folder)
+        for file in missing:
+            if file.lfs is not None:
+                _fetch(name, revision, file, folder)
         snapshot_download(name, revision=revision, local_dir=folder, allow_patterns=list(NEEDED))
     except RepositoryNotFoundError as error:
         raise UserError(
@@ -73,23 +78,35 @@ def _download(name: str, folder: Path) -> Found:
     except HfHubHTTPError.__bases__ as error:  # OSError, and the base of whichever HTTP library the hub's client uses
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise WorkError(
-            f"downloading {name} into {folder} failed: {reason}; run again to fetch the files that are still missing,"
+            f"downloading {name} into {folder} failed: {reason}; run again to fetch what is still missing,"
             " or name a local folder with --checkpoint"
         ) from error
     return Found(name, revision, folder)
 
 
-def missing_bytes(name: str, revision: str, folder: Path) -> int:
-    """Bytes of the needed files of a repository that `folder` lacks; what was fetched of a cut file counts as there."""
+def _fetch(name: str, revision: str, file, folder: Path) -> None:
+    """Fetch a large file of the repository, by itself so that it can be continued."""
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.utils import build_hf_headers
+
+    url = hf_hub_url(name, file.path, revision=revision)
+    fetch(url, folder / file.path, file.size, file.lfs.sha256, build_hf_headers())
+
+
+def missing_files(name: str, revision: str, folder: Path) -> list:
+    """The needed files of a repository, as the hub lists them, that `folder` lacks."""
     from huggingface_hub import HfApi
     from huggingface_hub.hf_api import RepoFile
 
     files = [entry for entry in HfApi().list_repo_tree(name, revision=revision) if isinstance(entry, RepoFile)]
     needed = [file for file in files if any(fnmatch.fnmatch(file.path, pattern) for pattern in NEEDED)]
-    there = lambda path, size: path.is_file() and path.stat().st_size == size
-    total = sum(file.size for file in needed if not there(folder / file.path, file.size))
-    begun = (folder / ".cache" / "huggingface" / "download").glob("*.incomplete")
-    return max(0, total - sum(path.stat().st_size for path in begun))
+    return [file for file in needed if size_of(folder / file.path) != file.size]
+
+
+def missing_bytes(missing: list, folder: Path) -> int:
+    """Bytes still to come; what was fetched of a cut file counts as there."""
+    begun = [size_of(partial_path(folder / file.path, file.lfs.sha256)) for file in missing if file.lfs is not None]
+    return max(0, sum(file.size for file in missing) - sum(begun))
 
 
 def require_disk(size: int, name: str, folder: Path) -> None:

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from voxport.errors import UserError
 
+BUILDING = "{folder} is being built by process {process}; wait for it or choose another --output"
+
 if os.name == "nt":
     import msvcrt
 
@@ -25,9 +27,9 @@ else:
 class Lock:
     """An exclusive lock on `path`, held until `release`. Nothing is stale: the lock is the system's, the file only its name."""
 
-    def __init__(self, path: Path):
-        """UserError, naming the process that holds it, if the lock is taken."""
-        self.path = path
+    def __init__(self, path: Path, taken: str = BUILDING):
+        """UserError with the words `taken`, in which {process} is who holds it, if the lock is taken."""
+        self.path, self.taken = path, taken.replace("{folder}", str(path.parents[1]))
         self.handle = self._acquire()
         os.ftruncate(self.handle, 0)
         os.lseek(self.handle, 0, os.SEEK_SET)
@@ -44,9 +46,7 @@ class Lock:
                 _try_lock(handle)
             except OSError:
                 os.close(handle)
-                raise UserError(
-                    f"{self.path.parents[1]} is being built by process {self._holder()}; wait for it or choose another --output"
-                ) from None
+                raise UserError(self.taken.replace("{process}", self._holder())) from None
             if self._is_current(handle):
                 return handle
             os.close(handle)  # its last holder removed the file between our opening and locking it
