@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import random
 import struct
@@ -110,7 +111,7 @@ def _rename(rng: random.Random, holder, key) -> None:
 
 
 def _replace(rng: random.Random, holder, key) -> None:
-    holder[key] = rng.choice(STRANGERS)
+    holder[key] = copy.deepcopy(rng.choice(STRANGERS))
 
 
 def _nudge(rng: random.Random, holder, key) -> None:
@@ -128,7 +129,7 @@ def _nudge(rng: random.Random, holder, key) -> None:
 
 def _grow(rng: random.Random, holder, key) -> None:
     """Wrap a value."""
-    holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, [holder[key]] * 3))
+    holder[key] = rng.choice(([holder[key]], {"x": holder[key]}, [holder[key], copy.deepcopy(holder[key])]))
 
 
 def _swap(rng: random.Random, holder, key) -> None:

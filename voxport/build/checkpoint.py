@@ -6,6 +6,7 @@ The checks come before any heavy work and name the key and the file. Layout: `_r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -183,6 +184,7 @@ def read_codec_config(folder: Path) -> CodecConfig:
     return config
 
 
+@functools.cache
 def codec_shapes(config: CodecConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of the codec's tensors, without the prefix."""
     with torch.device("meta"):

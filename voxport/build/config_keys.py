@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,8 +23,8 @@ def _is_whole(value: Any, largest: int) -> bool:
     return type(value) is int and 0 < value <= largest
 
 
-def _is_real(value: Any) -> bool:
-    return type(value) in (int, float) and 0 < value < math.inf
+def _is_real(value: Any, low: float = 0, high: float = 1e9) -> bool:
+    return type(value) in (int, float) and low < value <= high
 
 
 def _are(value: Any, fits: Callable[[Any], bool]) -> bool:
@@ -40,19 +39,20 @@ LARGEST_SIZE, LARGEST_VOCABULARY = 1 << 17, 1 << 24  # far beyond any checkpoint
 SIZE = Kind(f"a whole number from 1 to {LARGEST_SIZE}", lambda v: _is_whole(v, LARGEST_SIZE))
 COUNT = Kind(f"a whole number from 1 to {LARGEST_VOCABULARY}", lambda v: _is_whole(v, LARGEST_VOCABULARY))
 LAYERS = Kind("a whole number from 1 to 1024", lambda v: _is_whole(v, 1024))
-REAL = Kind("a positive number", _is_real)
+EPSILON = Kind("a number above 0 and below 1", lambda v: _is_real(v, 0, 1) and v < 1)
+BASE = Kind("a number above 1", lambda v: _is_real(v, 1, 1e12))  # of rotary angles
 FLAG = Kind("true or false", lambda v: isinstance(v, bool))
 TEXT = Kind("text", lambda v: isinstance(v, str))
 SIZES = Kind("a list of positive whole numbers", lambda v: _are(v, SIZE.fits))
 FACTORS = Kind("a list of positive numbers", lambda v: _are(v, _is_real))
 LAYER_LIST = Kind("a list of whole numbers", lambda v: _are(v, lambda n: type(n) is int and 0 <= n <= 1024))
 ANY = Kind("anything", lambda v: True)
-THETA = Kind("a number, null or absent", lambda v: v is None or _is_real(v), optional=True)
+THETA = Kind("a number above 1, null or absent", lambda v: v is None or BASE.fits(v), optional=True)
 NESTED_THETA = Kind("an object with rope_theta, null or absent", lambda v: v is None or isinstance(v, dict) and THETA.fits(v.get("rope_theta")),
                     optional=True)  # fmt: skip
 
 BODY = {"hidden_size": SIZE, "intermediate_size": SIZE, "num_hidden_layers": LAYERS, "num_attention_heads": SIZE,
-        "num_key_value_heads": SIZE, "head_dim": SIZE, "rms_norm_eps": REAL, "max_position_embeddings": COUNT,
+        "num_key_value_heads": SIZE, "head_dim": SIZE, "rms_norm_eps": EPSILON, "max_position_embeddings": COUNT,
         "rope_theta": THETA, "rope_parameters": NESTED_THETA}  # fmt: skip
 HIGGS = {
     "text_config": BODY | {"model_type": TEXT, "vocab_size": COUNT},
@@ -67,19 +67,19 @@ HIGGS_CODEC = {
                               "downsampling_ratios": SIZES, "upsampling_ratios": SIZES},
     "semantic_model_config": {"hidden_size": SIZE, "num_hidden_layers": LAYERS, "num_attention_heads": SIZE, "intermediate_size": SIZE,
                               "conv_dim": SIZES, "conv_kernel": SIZES, "conv_stride": SIZES, "num_conv_pos_embeddings": SIZE,
-                              "num_conv_pos_embedding_groups": SIZE, "layer_norm_eps": REAL, "feat_extract_norm": TEXT,
+                              "num_conv_pos_embedding_groups": SIZE, "layer_norm_eps": EPSILON, "feat_extract_norm": TEXT,
                               "do_stable_layer_norm": FLAG, "feat_proj_layer_norm": FLAG, "conv_bias": FLAG},
 }  # fmt: skip
 OMNIFISH = {"llm_config": BODY}
 FISH_TRANSFORMER = {
     "causal": FLAG, "window_size": SIZE, "input_dim": SIZE,
     "config": {"n_layer": LAYERS, "n_head": SIZE, "dim": SIZE, "intermediate_size": SIZE, "n_local_heads": ANY, "head_dim": SIZE,
-               "rope_base": REAL, "norm_eps": REAL},
+               "rope_base": BASE, "norm_eps": EPSILON},
 }  # fmt: skip
 FISH_CODEC = {
     "sample_rate": COUNT, "encoder_dim": SIZE, "encoder_rates": SIZES, "decoder_dim": SIZE, "decoder_rates": SIZES,
     "encoder_transformer_layers": LAYER_LIST,
-    "transformer_general_config": {"n_local_heads": ANY, "head_dim": SIZE, "rope_base": REAL, "norm_eps": REAL},
+    "transformer_general_config": {"n_local_heads": ANY, "head_dim": SIZE, "rope_base": BASE, "norm_eps": EPSILON},
     "quantizer": {"input_dim": SIZE, "n_codebooks": LAYERS, "codebook_size": SIZE, "codebook_dim": SIZE, "downsample_factor": SIZES,
                   "semantic_codebook_size": SIZE, "pre_module": FISH_TRANSFORMER, "post_module": FISH_TRANSFORMER},
 }  # fmt: skip

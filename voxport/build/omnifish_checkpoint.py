@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import json
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ BUNDLED_CODEC_CONFIG = Path(__file__).with_name("fish_codec_config.json")
 ENCODE_ONLY = ("encoder.", "quantizer.pre_module.", "quantizer.downsample.")  # prefixes of the codec's two sides
 DECODE_ONLY = ("decoder.", "quantizer.post_module.", "quantizer.upsample.")
 LANG_START = "<|lang_start|>"
+MATRIX = re.compile(r"(?:embeddings|embed_tokens|embedding|_emb|\.w1|\.wkv)\.weight$")  # tensors whose shapes tell sizes
+KERNEL_HALVES = tuple("." + name for pair in fish_codec.WEIGHT_NORM_NAMES for name in pair)
 DEMANDED = ("block_size", "context_mode", "steps")  # by omnifish.json or a flag; a wrong one makes noise and no error
 
 
@@ -177,6 +180,9 @@ def read_config(folder: Path, tensors: Mapping[str, Tensor]) -> OmniFishConfig:
     path = folder / "config.json"
     data = read_json(path, "checkpoint")
     check_keys(data, OMNIFISH, path)
+    for name, tensor in tensors.items():
+        if MATRIX.search(name) and getattr(tensor, "ndim", 0) != 2:
+            raise UserError(f"{name_weights(folder)}: {name} is no matrix [rows, columns]")
     try:
         config = OmniFishConfig.from_dict(data, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     except KeyError as error:
@@ -269,6 +275,7 @@ def read_codec_config(folder: Path) -> FishConfig:
     return config
 
 
+@functools.cache
 def codec_shapes(config: FishConfig) -> dict[str, torch.Size]:
     with torch.device("meta"):
         return {name: tensor.shape for name, tensor in FishCodec(config, max_frames=1).state_dict().items()}
@@ -280,6 +287,8 @@ def read_codec_tensors(path: Path) -> dict[str, Tensor]:
     for name, tensor in stored.items():
         if not isinstance(tensor, Tensor):
             raise UserError(f"{path}: {name} is a {type(tensor).__name__}, not a tensor")
+        if name.endswith(KERNEL_HALVES) and tensor.ndim != 3:
+            raise UserError(f"{path}: {name} has {tensor.ndim} axes; magnitude and direction of a kernel have three")
     return stored
 
 

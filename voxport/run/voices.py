@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import UserError, WorkError
-from voxport.files import atomic_path
+from voxport.files import atomic_path, parse_json
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference
 from voxport.run.delay import check_codes
@@ -215,7 +215,7 @@ def read_arrays(path: Path, what: str) -> tuple[dict, dict[str, np.ndarray]]:
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = {member.filename.removesuffix(".npy"): _read_member(archive, member) for member in archive.infolist()}
-        facts = json.loads(bytes(arrays.pop("facts")).decode("utf-8"))
+        facts = parse_json(bytes(arrays.pop("facts")).decode("utf-8"))
         if not isinstance(facts, dict) or facts.get("version") != VERSION:
             raise ValueError(f"not of version {VERSION}")
     except READ_ERRORS as error:
