@@ -142,7 +142,11 @@ def main(argv: list[str]) -> int:
         faults += [outcome for outcome in outcomes if isinstance(outcome, Fault)]
     show_faults(faults, args.seed)
     empty = vacuous(figures) if args.case is None else []
-    print(*(f"{name}: nothing was accepted, or nothing refused; the damage tests nothing" for name in empty), sep="\n", end="\n" if empty else "")
+    print(
+        *(f"{name}: nothing was accepted, or nothing refused; the damage tests nothing" for name in empty),
+        sep="\n",
+        end="\n" if empty else "",
+    )
     if args.out is not None:
         write_json(args.out, describe_run(args, figures, faults))
     return 1 if faults or empty or not figures else 0

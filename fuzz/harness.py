@@ -106,8 +106,10 @@ _watched: list[Path] = []  # the folder of the case that is running; an audit ho
 def _look(event: str, arguments: tuple) -> None:
     if not _watched or event not in ("open", "os.rename", "os.remove", "os.mkdir", "os.symlink", "os.link"):
         return
-    writes = event != "open" or (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+")) or bool(
-        isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+    writes = (
+        event != "open"
+        or (isinstance(arguments[1], str) and set(arguments[1]) & set("wax+"))
+        or bool(isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
     )
     for path in arguments[:2] if event == "os.rename" else arguments[1:2] if event in ("os.symlink", "os.link") else arguments[:1]:
         is_path = isinstance(path, (str, bytes)) and not _is_in_open_folder(event, arguments)

@@ -143,7 +143,9 @@ def _respell(rng: random.Random, value) -> bytes:
     if holder is not None and rng.random() < 0.6:
         holder[key] = TOKEN
         depth = rng.choice((100, 3000, 200_000))
-        odd = rng.choice(("9" * 5000, "1e999", "-1e999", "NaN", "-Infinity", "1.", "[" * depth + "]" * depth, '{"a":' * depth, "'a'", "\ufeff"))
+        odd = rng.choice(
+            ("9" * 5000, "1e999", "-1e999", "NaN", "-Infinity", "1.", "[" * depth + "]" * depth, '{"a":' * depth, "'a'", "\ufeff")
+        )
         return json.dumps(value).replace(json.dumps(TOKEN), odd).encode("utf-8")
     text = json.dumps(value)
     spelling: Callable[[], bytes] = rng.choice((
@@ -183,7 +185,9 @@ def random_text(rng: random.Random, tokens: tuple[str, ...], longest: int = 60) 
     for _ in range(rng.randrange(longest)):
         kind = rng.random()
         if kind < 0.5:
-            pieces.append(rng.choice(("Hello", "you", "end.", "Mr.", "3.14", "1,000", "https://a.b/c?d=e.f", "z.B.", '"Go!"', "x" * 40, "\n\n")))
+            pieces.append(
+                rng.choice(("Hello", "you", "end.", "Mr.", "3.14", "1,000", "https://a.b/c?d=e.f", "z.B.", '"Go!"', "x" * 40, "\n\n"))
+            )
         elif kind < 0.7:
             token = rng.choice(tokens)
             pieces.append(token if rng.random() < 0.7 else token[: rng.randrange(len(token))] + rng.choice(("", token)))

@@ -189,7 +189,11 @@ class SoundReader:
 
     def _whole(self, rng: random.Random, path: Path) -> None:
         """An undamaged file of any rate and number of channels is read as the mean of its channels, at the codec's rate."""
-        rate, channels, length = rng.choice((8000, 11025, 24000, 44100, 48000, rng.randint(1000, 200_000))), rng.randint(1, 9), rng.randint(1, 3000)
+        rate, channels, length = (
+            rng.choice((8000, 11025, 24000, 44100, 48000, rng.randint(1000, 200_000))),
+            rng.randint(1, 9),
+            rng.randint(1, 3000),
+        )
         sound = np.random.default_rng(rng.getrandbits(32)).integers(-9000, 9000, (length, channels)).astype(np.int16)
         soundfile.write(path, sound, rate, "PCM_16", format="WAV")
         reference = load_reference(path, REAL_CODEC, REAL_LIMITS)
@@ -201,6 +205,7 @@ class SoundReader:
 
     def _riff(self, rng: random.Random) -> bytes:
         """A header whose fields are right, or on the edge of their types, each by itself."""
+
         def field(right: int, bits: int) -> int:
             return right if rng.random() < 0.75 else rng.choice((*NUMBERS, rng.getrandbits(bits))) % (1 << bits)
 
@@ -214,7 +219,9 @@ class SoundReader:
         body = rng.randbytes(block * rng.randrange(600) + rng.choice((0, 0, 0, 1)))
         chunks = [(b"fmt ", fmt), (b"data", body)]
         if rng.random() < 0.3:
-            chunks.insert(rng.randrange(3), (rng.choice((b"LIST", b"fact", b"ds64", b"fmt ", b"data", b"\0\0\0\0")), rng.randbytes(rng.randrange(40))))
+            chunks.insert(
+                rng.randrange(3), (rng.choice((b"LIST", b"fact", b"ds64", b"fmt ", b"data", b"\0\0\0\0")), rng.randbytes(rng.randrange(40)))
+            )
         packed = b"".join(name + struct.pack("<I", field(len(held), 32)) + held for name, held in chunks)
         whole = rng.choice((b"RIFF", b"RIFF", b"RIFF", b"RF64", b"RIFX")) + struct.pack("<I", field(4 + len(packed), 32)) + b"WAVE" + packed
         return whole[: rng.randrange(len(whole))] if rng.random() < 0.1 else whole

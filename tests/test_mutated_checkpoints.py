@@ -323,7 +323,9 @@ def test_an_omnifish_build_does_not_begin_with_one_either(tmp_path):
     weights.data[begin : begin + 2] = NAN
     weights.write(folder / "codec.safetensors")
     checkpoint = OmniFishCheckpoint.open(AXIAL, folder)
-    work = lambda: open_omnifish_build(checkpoint, Found("x", None, AXIAL), OmniFishRecipe("cpu", "fp32"), tmp_path / "out", read_side(AXIAL))
+    work = lambda: open_omnifish_build(
+        checkpoint, Found("x", None, AXIAL), OmniFishRecipe("cpu", "fp32"), tmp_path / "out", read_side(AXIAL)
+    )
     message = refusal(work)
     assert name.removeprefix("generator.") in message and "codec.safetensors" in message and not (tmp_path / "out").exists()
 
@@ -403,7 +405,9 @@ def test_an_index_that_lies_is_refused(family, index, tmp_path):
     folder = link(source, tmp_path / "ckpt")
     names = [name for _, weights in weights_of(family) for name in weights.names()]
     if family == "higgs":
-        single = index(names) if isinstance(index(names), list) else {n: SHARDS[0].name if f == SINGLE else f for n, f in index(names).items()}
+        single = (
+            index(names) if isinstance(index(names), list) else {n: SHARDS[0].name if f == SINGLE else f for n, f in index(names).items()}
+        )
     else:
         single = index(names)
     replace(folder / INDEX, json.dumps({"weight_map": single}))
