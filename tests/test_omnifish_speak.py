@@ -14,6 +14,7 @@ from conftest import ROOT, run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omnifish_builds import CASES, FOLDERS, LOCAL, arrays, built, explicit, facts, model_of, parts_of, speak_case
+from test_run_threads import together
 
 from _ref import omnifish as ref
 from voxport.errors import UserError, WorkError
@@ -416,3 +417,21 @@ def test_a_folder_is_opened_by_the_speaker_of_its_family(tiny_build):
 
     assert isinstance(load_speaker(built("axial_px"), threads=1), Speaker)
     assert isinstance(load_speaker(tiny_build, threads=1), higgs.Speaker)
+
+
+def test_eight_threads_that_share_a_speaker_make_the_codes_that_each_would_make_alone(speaker):
+    """From the first load on; every other one is a stream, one in four has a reference."""
+    voice = (np.sin(np.arange(30_000) / 9).astype(np.float32) * 0.3, RATE)
+
+    def work(which: Speaker, number: int) -> list:
+        options = {"seed": number, "temperature": 1.0, "residual_temperature": 1.0, "ref_audio": voice if number % 4 == 1 else None}
+        if number % 2:
+            stream = which.speak_stream(TEXT, **options)
+            list(stream)
+            return stream.speech.codes.tolist()
+        return which.speak(TEXT, progress=False, **options).codes.tolist()
+
+    alone = [work(speaker, number) for number in range(8)]
+    shared = Speaker.load(built("axial_px"), threads=1, warn=lambda message: None)
+    assert together(lambda number: work(shared, number)) == alone
+    assert alone[0] != alone[2]
