@@ -31,6 +31,8 @@ test: $(VENV)/.tested
 coverage: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -n 2 --dist loadfile
 	$(PY) -m coverage combine --quiet
+	$(PY) -m coverage json --quiet -o .coverage.json
+	$(PY) benchmarks/line_coverage.py .coverage.json benchmarks/line_coverage.json
 	$(PY) -m coverage report
 
 # Damaged input for every reader. CASES and SEED may be given; a fault prints the command that repeats it.
