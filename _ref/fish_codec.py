@@ -122,6 +122,8 @@ class FishConfig:
         rates = tuple(config["encoder_rates"])
         widths = [config["encoder_dim"] << (i + 1) for i in range(len(rates))]
         layers = config["encoder_transformer_layers"]
+        if len(layers) != len(rates):
+            raise ValueError(f"encoder_transformer_layers has {len(layers)} entries, encoder_rates {len(rates)}")
         made = cls(
             sample_rate=config["sample_rate"],
             encoder_width=config["encoder_dim"],

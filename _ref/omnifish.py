@@ -224,7 +224,7 @@ class OmniFishConfig:
             raise NotImplementedError(f"llm_config.hidden_act is {body['hidden_act']!r}, not 'silu'")
         if shapes[AUDIO_EMBEDDING][0] == NUM_CODEBOOKS * OLD_VOCAB:
             raise ValueError(f"{AUDIO_EMBEDDING} has {OLD_VOCAB} ids a codebook: no END id, so this checkpoint cannot stop")
-        kind = AxialConfig if "mtp.code_emb.weight" in shapes else ChainConfig
+        kind = AxialConfig if any(name.startswith(("mtp.code_emb.", "mtp.lvl.")) for name in shapes) else ChainConfig
         made = cls(
             hidden_size=body["hidden_size"],
             intermediate_size=body["intermediate_size"],

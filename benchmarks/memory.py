@@ -36,7 +36,7 @@ def run_watched(command: list[str], **options) -> tuple[int, Peak]:
 
 def _watch(pid: int, peak: Peak, done: threading.Event) -> None:
     while not done.wait(INTERVAL):
-        figures = [_read(p) for p in _tree(pid)]
+        figures = [read_memory(p) for p in _tree(pid)]
         peak.private = max(peak.private, sum(f[0] for f in figures))
         peak.resident = max(peak.resident, sum(f[1] for f in figures))
 
@@ -55,7 +55,8 @@ def _tree(pid: int) -> list[int]:
     return found
 
 
-def _read(pid: int) -> tuple[int, int]:
+def read_memory(pid: int | str = "self") -> tuple[int, int]:
+    """Anonymous and resident memory of one process in bytes; zeros if it is gone."""
     try:
         text = Path(f"/proc/{pid}/smaps_rollup").read_text(encoding="ascii")
     except OSError:

@@ -14,6 +14,7 @@ from conftest import ROOT, run_cli
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omnifish_builds import CASES, FOLDERS, LOCAL, arrays, built, explicit, facts, model_of, parts_of, speak_case
+from test_run_threads import together
 
 from _ref import omnifish as ref
 from voxport.errors import UserError, WorkError
@@ -149,7 +150,7 @@ def test_blocks_are_revealed_as_the_reference_does(size, steps):
         assert omnifish_blocks.still_masked(size, step, steps) == ref.still_masked(size, step, steps)
 
 
-@settings(max_examples=60)
+@settings(deadline=None, max_examples=60)
 @given(st.data())
 def test_revealing_and_closing_are_the_reference(data):
     size, rng = data.draw(st.integers(1, 12)), np.random.default_rng(data.draw(st.integers(0, 999)))
@@ -239,7 +240,7 @@ def test_language_speaker_quality_and_neighbours_reach_the_prompt(speaker):
         assert part in speaker._check(wish).prompt_text(False, None)
 
 
-def test_long_text_is_read_between_its_neighbours_in_one_voice(speaker):
+def test_long_text_is_read_between_its_neighbours_in_one_voice(speaker, tmp_path):
     wish = Wish("First one here. Second one there, my friend. And a third.", seed=1, temperature=0.8, max_frames=16)
     parts = plan(speaker, wish, 14)
     assert len(parts) > 2
@@ -252,6 +253,21 @@ def test_long_text_is_read_between_its_neighbours_in_one_voice(speaker):
     first = reading.speeches[0]
     assert all(np.array_equal(speech.reference, first.codes) for speech in reading.speeches[1:])
     assert {speech.seed for speech in reading.speeches} == {1}
+    reading.save(tmp_path / "long.wav")
+    assert soundfile.info(tmp_path / "long.wav").frames == len(reading.samples)
+    report = json.loads(json.dumps(reading.report()))
+    assert (report["text"], report["seed"], len(report["parts"])) == (wish.text, 1, len(parts))
+    assert report["seconds"] == len(reading.samples) / RATE and f"in {len(parts)} parts" in reading.health_line()
+
+
+def test_a_self_test_reads_every_file_and_hears_the_codec(speaker, tmp_path):
+    found = speaker.selftest()
+    assert found["samples"] == found["frames"] * HOP and found["peak"] > 0 and found["files"] > 10
+    copy = shutil.copytree(built("axial_px"), tmp_path / "copy")
+    with open(copy / "tokenizer.json", "ab") as file:
+        file.write(b" ")
+    with pytest.raises(UserError, match="tokenizer.json has"):
+        Speaker.load(copy, threads=1).selftest()
 
 
 def test_context_before_and_after_changes_the_speech(speaker):
@@ -416,3 +432,21 @@ def test_a_folder_is_opened_by_the_speaker_of_its_family(tiny_build):
 
     assert isinstance(load_speaker(built("axial_px"), threads=1), Speaker)
     assert isinstance(load_speaker(tiny_build, threads=1), higgs.Speaker)
+
+
+def test_eight_threads_that_share_a_speaker_make_the_codes_that_each_would_make_alone(speaker):
+    """From the first load on; every other one is a stream, one in four has a reference."""
+    voice = (np.sin(np.arange(30_000) / 9).astype(np.float32) * 0.3, RATE)
+
+    def work(which: Speaker, number: int) -> list:
+        options = {"seed": number, "temperature": 1.0, "residual_temperature": 1.0, "ref_audio": voice if number % 4 == 1 else None}
+        if number % 2:
+            stream = which.speak_stream(TEXT, **options)
+            list(stream)
+            return stream.speech.codes.tolist()
+        return which.speak(TEXT, progress=False, **options).codes.tolist()
+
+    alone = [work(speaker, number) for number in range(8)]
+    shared = Speaker.load(built("axial_px"), threads=1, warn=lambda message: None)
+    assert together(lambda number: work(shared, number)) == alone
+    assert alone[0] != alone[2]

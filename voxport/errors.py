@@ -13,7 +13,7 @@ class UserError(Exception):
     """
 
     def __init__(self, message: str, code: int = BAD_INPUT):
-        super().__init__(message)
+        super().__init__(" ".join(message.splitlines()))  # names and other libraries' messages may hold line breaks
         self.code = code
 
 

@@ -7,6 +7,7 @@ one frozen dataclass; reading checks every key and type and names the one that i
 from __future__ import annotations
 
 import dataclasses
+import math
 import types
 import typing
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from voxport.errors import UserError
 from voxport.families import HIGGS as HIGGS
 from voxport.families import find_family, resolve
 from voxport.files import check_plain_name, read_json, sha256_file, write_json
+from voxport.manifest_values import check_values
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
@@ -218,6 +220,7 @@ class BuildManifest:
         kind = resolve(find_family(data.get("family"), str(path)).manifest)
         manifest = decode(kind, data, str(path))
         manifest._check_names(str(path))
+        check_values(manifest, str(path))
         return manifest
 
     def write(self, folder: Path) -> None:
@@ -302,8 +305,19 @@ def decode(kind: typing.Any, value: typing.Any, where: str) -> typing.Any:
             return _decode_dataclass(made_of[0], value, where)
         return _typed(value, tuple(arguments), where)
     if kind is float:
-        return float(_typed(value, (int, float), where))
+        return _number(value, where)
     return _typed(value, kind, where)
+
+
+def _number(value: typing.Any, where: str) -> float:
+    """A float that is one: JSON as Python reads it has NaN, Infinity, and whole numbers past every float."""
+    try:
+        number = float(_typed(value, (int, float), where))
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise UserError(f"{where}: {str(value)[:40]} is not a finite number")
+    return number
 
 
 def _decode_dataclass(kind: type, value: typing.Any, where: str) -> typing.Any:

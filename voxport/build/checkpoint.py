@@ -6,6 +6,7 @@ The checks come before any heavy work and name the key and the file. Layout: `_r
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import json
 from collections.abc import Iterator, Mapping
@@ -17,11 +18,13 @@ from safetensors import SafetensorError, safe_open
 
 from _ref.higgs import AUDIO_HEAD, CODEC_PREFIX, SPECIALS, TEXT_HEAD, HiggsConfig, body_shapes
 from _ref.higgs_codec import IGNORED_KEYS, CodecConfig, HiggsCodec
-from voxport.build.mapped import read_tensor
+from voxport.build.config_keys import HIGGS, HIGGS_CODEC, LARGEST_VOCABULARY, check_keys
+from voxport.build.finite import check_finite
+from voxport.build.mapped import map_safetensors, read_tensor
 from voxport.errors import UserError
 from voxport.files import check_plain_name, read_json
 
-MODEL_TYPE = "higgs_multimodal_qwen3"
+MODEL_TYPE, DISCRETE = "higgs_multimodal_qwen3", "discrete"
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 BUNDLED_CODEC_CONFIG = Path(__file__).with_name("higgs_codec_config.json")
 FLOAT_DTYPES = {"BF16", "F16", "F32"}
@@ -67,6 +70,12 @@ class Checkpoint(Mapping):
     def codec_tensors(self) -> dict[str, torch.Tensor]:
         """The codec's tensors under their names without prefix."""
         return {n.removeprefix(CODEC_PREFIX): self[n] for n in self.files if n.startswith(CODEC_PREFIX)}
+
+    def check_finite(self) -> None:
+        """Read every weight; UserError names the first tensor that holds NaN or Inf, and its file."""
+        mapped = ((path, map_safetensors(path)) for path in sorted(set(self.files.values())))
+        named = ((n, tensors[n], str(path)) for path, tensors in mapped for n in tensors if self.files.get(n) == path)
+        check_finite(named, sum(path.stat().st_size for path in set(self.files.values())) // 2)
 
     def fingerprint(self) -> str:
         """Changes when the checkpoint does: a hash of its configs and of each weight file's name, size and time."""
@@ -127,9 +136,7 @@ class Checkpoint(Mapping):
 
 def expected_shapes(config: HiggsConfig, codec_config: CodecConfig) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that must be there, language model and codec."""
-    with torch.device("meta"):
-        codec = HiggsCodec(codec_config).state_dict()
-    return body_shapes(config) | {CODEC_PREFIX + name: tuple(t.shape) for name, t in codec.items()}
+    return body_shapes(config) | {CODEC_PREFIX + name: shape for name, shape in codec_shapes(codec_config).items()}
 
 
 def read_config(folder: Path) -> HiggsConfig:
@@ -140,23 +147,23 @@ def read_config(folder: Path) -> HiggsConfig:
     data = read_json(path, "checkpoint")
     if data.get("model_type") != MODEL_TYPE:
         raise UserError(f"{path}: model_type is {data.get('model_type')!r}, not {MODEL_TYPE!r}: not a Higgs Audio v3 checkpoint")
+    audio = data.get("audio_encoder_config")
+    encoder = audio.get("encoder_type", DISCRETE) if isinstance(audio, dict) else DISCRETE
+    if encoder != DISCRETE:
+        raise UserError(f"{path}: audio_encoder_config.encoder_type is {encoder!r}, not {DISCRETE!r};"
+                        " only text-to-speech checkpoints with discrete codes can be built, not ASR")  # fmt: skip
+    check_keys(data, HIGGS, path)
     try:
         config = HiggsConfig.from_dict(data)
-    except KeyError as error:
-        raise UserError(f"{path}: key {error.args[0]!r} is missing") from error
-    except NotImplementedError as error:
-        raise UserError(f"{path}: {error}; only text-to-speech checkpoints with discrete codes can be built, not ASR") from error
-    except (ValueError, TypeError, AttributeError) as error:
+    except ValueError as error:
         raise UserError(f"{path}: {error}") from error
     _check_sizes(path, config)
     return config
 
 
 def _check_sizes(path: Path, config: HiggsConfig) -> None:
-    for name, value in vars(config).items():
-        is_number = isinstance(value, (int, float)) and (isinstance(value, bool) == (name == "tied_audio_head"))
-        if not is_number or (not isinstance(value, bool) and value <= 0):
-            raise UserError(f"{path}: {name} is {value!r}, which is not a positive number")
+    if config.audio_vocab_size < 3:
+        raise UserError(f"{path}: audio_encoder_config.vocab_size is {config.audio_vocab_size}: no code is left beside BOC and EOC")
     if config.num_heads % config.num_kv_heads:
         raise UserError(f"{path}: {config.num_heads} heads cannot share {config.num_kv_heads} key/value heads evenly")
     if config.head_dim % 16:
@@ -167,21 +174,21 @@ def read_codec_config(folder: Path) -> CodecConfig:
     """codec_config.json of the checkpoint, else the published one that comes with the toolkit."""
     own = Path(folder) / "codec_config.json"
     path = own if own.is_file() else BUNDLED_CODEC_CONFIG
+    data = read_json(path, "codec config")
+    check_keys(data, HIGGS_CODEC, path)
     try:
-        config = CodecConfig.from_dict(read_json(path, "codec config"))
-    except KeyError as error:
-        raise UserError(f"{path}: key {error.args[0]!r} is missing") from error
-    except (ValueError, TypeError, IndexError) as error:
-        raise UserError(f"{path}: {error}") from error
-    _check_codec_sizes(path, config)
+        config = CodecConfig.from_dict(data)
+        codec_shapes(config)
+    except (ValueError, TypeError, ArithmeticError, IndexError, RuntimeError) as error:  # modules of sizes that do not fit
+        raise UserError(f"{path}: these sizes make no codec ({error})") from error
     return config
 
 
-def _check_codec_sizes(path: Path, config: CodecConfig) -> None:
-    for name, value in vars(config).items():
-        numbers = value if isinstance(value, tuple) else (value,)
-        if not numbers or not all(type(n) in (int, float) and n > 0 for n in numbers):
-            raise UserError(f"{path}: {name} is {value!r}, which is not positive numbers")
+@functools.cache
+def codec_shapes(config: CodecConfig) -> dict[str, tuple[int, ...]]:
+    """Name and shape of the codec's tensors, without the prefix."""
+    with torch.device("meta"):
+        return {name: tuple(tensor.shape) for name, tensor in HiggsCodec(config).state_dict().items()}
 
 
 def tensor_files(folder: Path) -> dict[str, Path]:
@@ -193,19 +200,30 @@ def tensor_files(folder: Path) -> dict[str, Path]:
     index = folder / INDEX
     if not index.is_file():
         return dict.fromkeys(_header(folder / SINGLE), folder / SINGLE)
-    weight_map = read_json(index, "checkpoint index").get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise UserError(f"{index}: key 'weight_map' is missing or not an object")
-    files = {name: folder / check_plain_name(file, f"{index}: weight_map") for name, file in weight_map.items()}
+    files = read_index(index)
     for path in sorted(set(files.values())):
         if AUDIO_HEAD not in files and AUDIO_HEAD in _header(path):
             files[AUDIO_HEAD] = path
     return files
 
 
+def read_index(index: Path) -> dict[str, Path]:
+    """Tensor name -> file, as an index says; files lie beside it."""
+    weight_map = read_json(index, "checkpoint index").get("weight_map")
+    if not isinstance(weight_map, dict):
+        raise UserError(f"{index}: key 'weight_map' is missing or not an object")
+    return {name: index.parent / check_plain_name(file, f"{index}: weight_map") for name, file in weight_map.items()}
+
+
 def _header(path: Path) -> list[str]:
     with _open(path) as file:
         return list(file.keys())
+
+
+def check_safetensors(path: Path) -> None:
+    """UserError unless the header is that of a safetensors file: known types, and tensors side by side that fill the file."""
+    with _open(path):
+        pass
 
 
 def _open(path: Path):
@@ -229,14 +247,23 @@ class Vocabulary:
 def read_vocabulary(folder: Path) -> Vocabulary:
     """Read tokenizer.json. Control tags are spelled `<|kind:name|>`; every other added token gives the prompt structure."""
     path = Path(folder) / "tokenizer.json"
-    added = read_json(path, "tokenizer").get("added_tokens")
-    try:
-        ids = {token["content"]: token["id"] for token in added}
-    except (TypeError, KeyError) as error:
-        raise UserError(f"{path}: 'added_tokens' is not a list of tokens with 'content' and 'id'") from error
+    ids = read_added_tokens(path)
     missing = [name for name in SPECIALS if name not in ids and name != "<|ref_text|>"]
     if missing:
         raise UserError(f"{path}: tokenizer is missing Higgs TTS specials: {missing}")
     tags = {name: i for name, i in ids.items() if name.startswith("<|") and ":" in name}
     structural = {name: i for name, i in ids.items() if name not in tags}
     return Vocabulary({name: ids.get(name) for name in SPECIALS}, tags, structural)
+
+
+def read_added_tokens(path: Path) -> dict[str, int]:
+    """Text -> id of the added tokens of a tokenizer.json."""
+    added = read_json(path, "tokenizer").get("added_tokens")
+    try:
+        ids = {token["content"]: token["id"] for token in added}
+        is_table = all(isinstance(name, str) and type(i) is int and 0 <= i < LARGEST_VOCABULARY for name, i in ids.items())
+    except (TypeError, KeyError):
+        is_table = False
+    if not is_table:
+        raise UserError(f"{path}: 'added_tokens' is not a list of tokens with 'content' and 'id'")
+    return ids

@@ -209,6 +209,12 @@ def read_manifest(folder: Path) -> Manifest | None:
         return None
 
 
+def is_begun(folder: Path, manifest: Manifest) -> bool:
+    """Whether a build of this very checkpoint, finished or not, has parts in `folder`: its weights were read before."""
+    found = [read_manifest(home) for home in (Path(folder), Path(folder) / WORK / NEXT)]
+    return any(m is not None and m.parts and m.source.fingerprint == manifest.source.fingerprint for m in found)
+
+
 def owned_files(folder: Path) -> set[str]:
     """Names of the files of the build in a folder, without the manifest."""
     found = read_manifest(folder)

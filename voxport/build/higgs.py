@@ -14,15 +14,29 @@ from voxport.build import llm
 from voxport.build.checkpoint import Checkpoint, Vocabulary, read_vocabulary
 from voxport.build.child import run_in_child
 from voxport.build.download import Found
-from voxport.build.folder import STANDALONE, BuildFolder
+from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.parts import OLIVE_PARTS
 from voxport.build.prove import prove
 from voxport.build.recipes import Recipe
 from voxport.build.workshop import Overlay, Workshop, disk_full_explained, stream_text_embed, streams_table
 from voxport.errors import UserError, say
 from voxport.manifest import (
-    HIGGS, SCHEMA_VERSION, Audio, Codec, Dims, KVCache, Licence, Limits, Manifest, Part, Sampling, Source, Target, Tokens,
+    HIGGS,
+    SCHEMA_VERSION,
+    Audio,
+    Codec,
+    Dims,
+    KVCache,
+    Licence,
+    Limits,
+    Manifest,
+    Part,
+    Sampling,
+    Source,
+    Target,
+    Tokens,
 )  # fmt: skip
+from voxport.manifest_values import check_values
 from voxport.run.proof import VERSION as PROOF_VERSION
 
 __all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "prove_whole", "stream_text_embed"]
@@ -60,7 +74,7 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
     """The manifest of a build, without parts and files."""
     config, codec = checkpoint.config, checkpoint.codec_config
     special = vocabulary.special
-    return Manifest(
+    manifest = Manifest(
         schema_version=SCHEMA_VERSION,
         family=HIGGS,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -95,6 +109,8 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
         parts={},
         files={},
     )
+    check_values(manifest, str(checkpoint.folder), "this checkpoint cannot be built")
+    return manifest
 
 
 def describe_dims(config) -> Dims:
@@ -189,8 +205,10 @@ def open_checkpoint(found: Found, recipe: Recipe, codec_from: Path | None) -> Ch
 
 def open_build(checkpoint: Checkpoint, found: Found, recipe: Recipe, output: Path, codec_from: Path | None = None,
                skip_extract: bool = False, keep_intermediate: bool = False) -> Builder:  # fmt: skip
-    """Open and lock the build folder."""
+    """Open and lock the build folder. UserError before anything is written if a weight is no number."""
     manifest = describe(checkpoint, read_vocabulary(checkpoint.folder), found, recipe)
+    if not is_begun(output, manifest):
+        checkpoint.check_finite()
     folder = BuildFolder(output, manifest, keep_intermediate)
     shop = Workshop(checkpoint, recipe, folder.work / STANDALONE, folder.scratch, codec_from)
     isolated = sum(path.stat().st_size for path in set(checkpoint.files.values())) >= ISOLATED_BYTES

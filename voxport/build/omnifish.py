@@ -10,15 +10,15 @@ from _ref import omnifish as ref
 from _ref.fish_codec import MAX_FRAMES
 from _ref.higgs import GREEDY_TEMPERATURE
 from voxport.build import higgs, llm
+from voxport.build.checkpoint import read_added_tokens
 from voxport.build.download import Found
-from voxport.build.folder import STANDALONE, BuildFolder
+from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.omnifish_checkpoint import NAMES_FILE, OmniFishCheckpoint, read_recipe
 from voxport.build.omnifish_parts import part_names
 from voxport.build.omnifish_workshop import OmniFishRecipe, Workshop
 from voxport.build.workshop import disk_full_explained
 from voxport.errors import UserError, say
 from voxport.families import OMNIFISH
-from voxport.files import read_json
 from voxport.manifest import SCHEMA_VERSION, KVCache, Licence, Sampling, Source, Target
 from voxport.manifest_omnifish import (
     AXIAL,
@@ -35,6 +35,7 @@ from voxport.manifest_omnifish import (
     Prompt,
     Residual,
 )
+from voxport.manifest_values import check_values
 
 UNKNOWN_LICENCE = Licence("unknown (no LICENSE file)", None)
 # A step in a process of its own gives its memory back; the codec, which is half of a checkpoint, is large beside any model.
@@ -100,7 +101,7 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
     """The manifest of a build, without parts and files."""
     config = checkpoint.config
     codec = describe_codec(checkpoint)
-    return OmniFishManifest(
+    manifest = OmniFishManifest(
         schema_version=SCHEMA_VERSION,
         family=OMNIFISH,
         created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
@@ -132,6 +133,8 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
         parts={},
         files={},
     )
+    check_values(manifest, str(checkpoint.folder), "this checkpoint cannot be built")
+    return manifest
 
 
 def cache_dtype(recipe: OmniFishRecipe) -> str:
@@ -198,7 +201,7 @@ def describe_limits(config: ref.OmniFishConfig, codec: FishCodec) -> Limits:
 
 def added_tokens(folder: Path) -> dict[str, int]:
     """Tokens that steer the model, and that no text may hold."""
-    return {token["content"]: token["id"] for token in read_json(folder / "tokenizer.json", "tokenizer")["added_tokens"]}
+    return read_added_tokens(folder / "tokenizer.json")
 
 
 def open_checkpoint(found: Found, recipe: OmniFishRecipe, codec: Path | None) -> OmniFishCheckpoint:
@@ -215,7 +218,10 @@ def open_checkpoint(found: Found, recipe: OmniFishRecipe, codec: Path | None) ->
 def open_build(checkpoint: OmniFishCheckpoint, found: Found, recipe: OmniFishRecipe, output: Path, side: Mapping,
                skip_extract: bool = False, keep_intermediate: bool = False) -> Builder:  # fmt: skip
     """Open and lock the build folder. `side` is what no weight tells (`read_side`)."""
-    folder = BuildFolder(output, describe(checkpoint, side, found, recipe), keep_intermediate)
+    manifest = describe(checkpoint, side, found, recipe)
+    if not is_begun(output, manifest):
+        checkpoint.check_finite()
+    folder = BuildFolder(output, manifest, keep_intermediate)
     shop = Workshop(checkpoint, recipe, folder.work / STANDALONE, folder.scratch)
     isolated = sum(path.stat().st_size for path in checkpoint.weight_files()) >= ISOLATED_BYTES
     return Builder(shop, folder, skip_extract, isolated)

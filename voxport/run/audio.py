@@ -14,7 +14,7 @@ from voxport.errors import UserError, WorkError
 from voxport.files import atomic_path
 from voxport.manifest import Codec, Limits
 
-READ_BLOCK = 1 << 16  # sample frames read at a time, so that channels are averaged before they fill the memory
+READ_BLOCK = 1 << 18  # samples of all channels read at a time, so that channels are averaged before they fill the memory
 PCM16_PEAK, PCM24_PEAK = 32767, 8388607
 ENCODINGS = ("pcm16", "pcm24", "float")  # of WAV; FLAC holds the first two
 # ending -> format and subtype in soundfile's names; None: the encoding decides
@@ -95,7 +95,7 @@ def read_clip(path: str | os.PathLike, max_seconds: float) -> Clip:
 def _blocks(file: soundfile.SoundFile, name: str, max_seconds: float):
     """Blocks [n, channels] float32; stops a file whose header promised less than it holds."""
     read = 0
-    while len(block := file.read(READ_BLOCK, dtype="float32", always_2d=True)):
+    while len(block := file.read(max(1, READ_BLOCK // file.channels), dtype="float32", always_2d=True)):
         read += len(block)
         _check_seconds(read, file.samplerate, name, max_seconds)
         yield block

@@ -47,7 +47,9 @@ def _warn(message: str) -> None:
 class Speaker:
     """A build folder that speaks. Parts are loaded when first needed, the codec's encoder only for cloning.
 
-    Several threads may share one Speaker: nothing of an utterance is kept in it.
+    Several threads may share one Speaker: nothing of an utterance is kept in it, parts are loaded and proved once, and each
+    thread gets what it would get alone. A stream belongs to the thread that reads it. Threads share the cores: several
+    texts are spoken sooner by one `speak_many` than by one thread each.
     """
 
     def __init__(

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from voxport.errors import UserError, WorkError
-from voxport.files import check_plain_name, read_json, write_json
+from voxport.files import check_plain_name, parse_json, read_json, write_json
 from voxport.run.audio import Form
 from voxport.run.batch import REMEMBERED
 from voxport.run.higgs import Speaker
@@ -71,7 +70,7 @@ def _parse_text(number: int, text: str) -> Line:
 
 def _parse_object(number: int, text: str) -> Line:
     try:
-        asks = json.loads(text)
+        asks = parse_json(text)
         if not isinstance(asks, dict) or "text" not in asks:
             raise ValueError('it must be an object with "text"')
         for key, value in asks.items():

@@ -77,16 +77,21 @@ def split_text(text: str, count: Callable[[str], int], budget: int = PART_TOKENS
             held = ""
     if held.strip():
         parts.append(Part(held.strip(), "", pause))
-    return _join_mute(parts)
+    return _join_mute(parts, text)
 
 
-def _join_mute(parts: list[Part]) -> list[Part]:
-    """Give a part without a letter or digit, which cannot be spoken, to the part before it, or else to the one behind."""
+def _join_mute(parts: list[Part], text: str) -> list[Part]:
+    """Give a part without a letter or digit, which cannot be spoken, to the part before it, or else to the one behind. What
+    stands between them in `text` is kept: a space more could make a tag of marks that are none."""
     joined: list[Part] = []
+    start = end = 0  # in the text, of the last part that was joined
     for part in parts:
+        begin = _skip_spaces(text, end)
+        end = begin + len(part.text)
         if joined and not (is_speakable(joined[-1].text) and is_speakable(part.text)):
-            before = joined.pop()
-            part = Part(f"{before.text} {part.text}", before.carried, part.pause)
+            part = Part(text[start:end], joined.pop().carried, part.pause)
+        else:
+            start = begin
         joined.append(part)
     return joined
 

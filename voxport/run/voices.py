@@ -21,7 +21,7 @@ import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import UserError, WorkError
-from voxport.files import atomic_path
+from voxport.files import atomic_path, parse_json
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference
 from voxport.run.delay import check_codes
@@ -178,12 +178,13 @@ class Shelf:
         try:
             facts, arrays = read_arrays(path, "what is kept of a voice")
             codes = check_codes(arrays["codes"], manifest.audio, "codes")
-            ids, pieces = arrays["ids"], arrays["pieces"]
+            ids, pieces, ref_text = arrays["ids"], arrays["pieces"], facts["ref_text"]
         except (UserError, KeyError):
             return None
         shape = (2 * dims.num_layers, dims.num_kv_heads, ids.size, dims.head_dim)
-        whole = facts.get("key") == key and pieces.shape == shape and pieces.dtype == manifest.kv_cache.dtype
-        return Voice(codes, facts.get("ref_text"), ids, list(pieces)) if whole else None
+        has_ids = ids.ndim == 1 and ids.dtype == np.int64 and isinstance(ref_text, (str, type(None)))
+        has_pieces = pieces.shape == shape and pieces.dtype == manifest.kv_cache.dtype and np.isfinite(pieces).all()
+        return Voice(codes, ref_text, ids, list(pieces)) if facts.get("key") == key and has_ids and has_pieces else None
 
 
 def build_key(speaker: Hearer, reference: Reference, ref_text: str | None) -> str:
@@ -214,7 +215,7 @@ def read_arrays(path: Path, what: str) -> tuple[dict, dict[str, np.ndarray]]:
     try:
         with zipfile.ZipFile(path) as archive:
             arrays = {member.filename.removesuffix(".npy"): _read_member(archive, member) for member in archive.infolist()}
-        facts = json.loads(bytes(arrays.pop("facts")).decode("utf-8"))
+        facts = parse_json(bytes(arrays.pop("facts")).decode("utf-8"))
         if not isinstance(facts, dict) or facts.get("version") != VERSION:
             raise ValueError(f"not of version {VERSION}")
     except READ_ERRORS as error:
