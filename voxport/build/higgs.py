@@ -16,16 +16,15 @@ from voxport.build.child import run_in_child
 from voxport.build.download import Found
 from voxport.build.folder import STANDALONE, BuildFolder
 from voxport.build.parts import OLIVE_PARTS
-from voxport.build.prove import prove
+from voxport.build.prove import prove_whole
 from voxport.build.recipes import Recipe
 from voxport.build.workshop import Overlay, Workshop, disk_full_explained, stream_text_embed, streams_table
 from voxport.errors import UserError, say
 from voxport.manifest import (
     HIGGS, SCHEMA_VERSION, Audio, Codec, Dims, KVCache, Licence, Limits, Manifest, Part, Sampling, Source, Target, Tokens,
 )  # fmt: skip
-from voxport.run.proof import VERSION as PROOF_VERSION
 
-__all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "prove_whole", "stream_text_embed"]
+__all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "stream_text_embed"]
 COMPONENTS = (llm.DECODER, *OLIVE_PARTS)
 # A step in a process of its own gives its memory back; starting one takes seconds, which small checkpoints do not need to pay.
 ISOLATED_BYTES = 1 << 30
@@ -164,16 +163,8 @@ class Builder:
             else:
                 self.folder.copy_in(sorted(checkpoint.folder.glob("LICENSE*"))[0], licence.file)
             self.folder.complete()
-            prove_whole(self.folder, self._run)
+            prove_whole(self.folder, COMPONENTS, self._run)
             self.folder.commit()
-
-
-def prove_whole(folder: BuildFolder, run: Callable = lambda label, step, *arguments: step(*arguments)) -> None:
-    """Let a build that lacks no part record its proof, unless it has one."""
-    manifest = folder.manifest
-    is_proved = manifest.proof is not None and manifest.proof.version == PROOF_VERSION
-    if not is_proved and manifest.parts.keys() >= set(COMPONENTS):
-        folder.record_proof(run("proof", prove, folder.next, manifest))
 
 
 def open_checkpoint(found: Found, recipe: Recipe, codec_from: Path | None) -> Checkpoint:

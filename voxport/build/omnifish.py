@@ -15,6 +15,7 @@ from voxport.build.folder import STANDALONE, BuildFolder
 from voxport.build.omnifish_checkpoint import NAMES_FILE, OmniFishCheckpoint, read_recipe
 from voxport.build.omnifish_parts import part_names
 from voxport.build.omnifish_workshop import OmniFishRecipe, Workshop
+from voxport.build.prove import prove_whole
 from voxport.build.workshop import disk_full_explained
 from voxport.errors import UserError, say
 from voxport.families import OMNIFISH
@@ -68,7 +69,7 @@ class Builder(higgs.Builder):
         return part_names(self.shop.checkpoint)
 
     def finish(self) -> None:
-        """Copy what belongs to no part, and put the build in place."""
+        """Copy what belongs to no part; if no part is missing, let the build prove itself; put it in place."""
         checkpoint, manifest = self.shop.checkpoint, self.folder.manifest
         with disk_full_explained("build", self.folder.folder):
             for name in (*llm.TOKENIZER_FILES, NAMES_FILE):
@@ -79,6 +80,7 @@ class Builder(higgs.Builder):
                 else:
                     self.folder.copy_in(licence_file(home), licence.file)
             self.folder.complete()
+            prove_whole(self.folder, self.components, self._run)
             self.folder.commit()
 
 

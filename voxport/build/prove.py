@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from voxport.manifest import Manifest, Proof
-from voxport.run.delay import apply_delay
-from voxport.run.proof import TASKS, VERSION, Replay, integers, machine_name, runtime_name, take_figure
+from voxport.build.folder import BuildFolder
+from voxport.families import FAMILIES
+from voxport.manifest import BuildManifest, Proof
+from voxport.run.proof import machine_name, runtime_name, take_figure
 from voxport.run.session import CPU, Engine, Parts
-from voxport.run.text import build_prompt, load_tokenizer
 
-SENTENCE = "This build speaks."
-REFERENCE_FRAMES = 2  # with the delay some nine rows: the prompt stays near 20 positions
 EDGES = 4  # pairs of clips a hair apart; each feels about half of the changes that are as small as float32 rounding
 HALVINGS = 24  # brings two clips that differ by 1 % to within the last bit of a float32 sample
 
 
-def prove(folder: Path, manifest: Manifest) -> Proof:
-    """Ask the graphs in `folder` every question of `run/proof.py` on the CPU and keep the answers."""
-    engine = Engine.choose("cpu", None, False, "cpu")
-    audio = manifest.audio
-    codes = integers("reference", audio.codebook_size, REFERENCE_FRAMES, audio.num_codebooks)
-    rows = apply_delay(codes, audio)
-    prompt = build_prompt(load_tokenizer(folder, manifest), manifest.tokens, SENTENCE, None, len(rows))
-    replay = Replay(Parts(folder, manifest, engine), manifest, prompt.ids.tolist(), codes.tolist(), [])
+def prove_whole(
+    folder: BuildFolder, parts: Iterable[str], run: Callable = lambda label, step, *arguments: step(*arguments)
+) -> None:
+    """Let a build that lacks none of `parts` record its proof, unless it has one."""
+    manifest = folder.manifest
+    is_proved = manifest.proof is not None and manifest.proof.version == FAMILIES[manifest.family].proof.VERSION
+    if not is_proved and manifest.parts.keys() >= set(parts):
+        folder.record_proof(run("proof", prove, folder.next, manifest))
+
+
+def prove(folder: Path, manifest: BuildManifest) -> Proof:
+    """Ask the graphs in `folder` every question of the family on the CPU and keep the answers."""
+    engine, questions = Engine.choose("cpu", None, False, "cpu"), FAMILIES[manifest.family].proof
+    replay = questions.Replay(Parts(folder, manifest, engine), manifest, *questions.pose(folder, manifest), [])
     replay.edges = [find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)) for pair in range(EDGES)]
     return Proof(
-        version=VERSION,
+        version=questions.VERSION,
         provider=CPU,
         onnxruntime=runtime_name(),
         machine=machine_name(),
@@ -37,7 +41,7 @@ def prove(folder: Path, manifest: Manifest) -> Proof:
         prompt_ids=replay.prompt_ids,
         reference_codes=replay.reference_codes,
         edges=replay.edges,
-        figures={task.name: take_figure(task, task.ask(replay)) for task in TASKS},
+        figures={task.name: take_figure(task, task.ask(replay)) for task in questions.TASKS if task.part in manifest.parts},
     )
 
 
