@@ -68,10 +68,14 @@ class Checkpoint(Mapping):
         """The codec's tensors under their names without prefix."""
         return {n.removeprefix(CODEC_PREFIX): self[n] for n in self.files if n.startswith(CODEC_PREFIX)}
 
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors, each once."""
+        return sorted(set(self.files.values()))
+
     def fingerprint(self) -> str:
         """Changes when the checkpoint does: a hash of its configs and of each weight file's name, size and time."""
         digest = hashlib.sha256(json.dumps([repr(self.config), repr(self.codec_config)]).encode())
-        for path in sorted(set(self.files.values())):
+        for path in self.weight_files():
             stat = path.stat()
             digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
         return digest.hexdigest()
@@ -108,7 +112,7 @@ class Checkpoint(Mapping):
                 f"{self.folder}: {len(unexpected)} tensors are not part of this model, the first is {unexpected[0]}"
                 f" in {self.files[unexpected[0]].name}; quantised or extended copies cannot be read"
             )
-        for path in sorted(set(self.files.values())):
+        for path in self.weight_files():
             self._check_headers(path, expected)
 
     def _check_headers(self, path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -123,6 +123,11 @@ class Builder:
     skip_extract: bool = False
     isolated: bool = False
 
+    @property
+    def licences(self) -> str:
+        """The terms of what goes into the build, for the screen."""
+        return f"licence of the weights: {self.folder.manifest.licence.name}"
+
     def build(self, name: str) -> bool:
         """Make, check and install one part; False if the folder already holds it."""
         recipe = self.shop.recipe.part_recipe(name, self.folder.manifest.source.fingerprint)
@@ -184,5 +189,5 @@ def open_build(checkpoint: Checkpoint, found: Found, recipe: Recipe, output: Pat
     manifest = describe(checkpoint, read_vocabulary(checkpoint.folder), found, recipe)
     folder = BuildFolder(output, manifest, keep_intermediate)
     shop = Workshop(checkpoint, recipe, folder.work / STANDALONE, folder.scratch, codec_from)
-    isolated = sum(path.stat().st_size for path in set(checkpoint.files.values())) >= ISOLATED_BYTES
+    isolated = sum(path.stat().st_size for path in checkpoint.weight_files()) >= ISOLATED_BYTES
     return Builder(shop, folder, skip_extract, isolated)

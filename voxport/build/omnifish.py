@@ -68,6 +68,11 @@ class Builder(higgs.Builder):
         """The parts of this checkpoint."""
         return part_names(self.shop.checkpoint)
 
+    @property
+    def licences(self) -> str:
+        """The terms of what goes into the build, for the screen."""
+        return f"{super().licences}; of the codec: {self.folder.manifest.codec_licence.name}"
+
     def finish(self) -> None:
         """Copy what belongs to no part; if no part is missing, let the build prove itself; put it in place."""
         checkpoint, manifest = self.shop.checkpoint, self.folder.manifest
@@ -133,6 +138,7 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
         attention=recipe.attention,
         parts={},
         files={},
+        codec_path=str(checkpoint.codec_home.resolve()),
     )
 
 

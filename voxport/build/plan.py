@@ -7,7 +7,7 @@ on the published dims (benchmarks/full_size.json) and rounded up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -72,17 +72,24 @@ def needs(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Need]:
 
 
 def decoder_need(checkpoint: Checkpoint, recipe: Recipe) -> Need:
-    """Rounded weights are packed in the check, up to a limit. Of floats only joined query, key and value are held."""
-    config, form = checkpoint.config, recipe.body_block
+    config = checkpoint.config
     layers = {n: math.prod(s) for n, s in body_shapes(config).items() if ".layers." in n}
+    return body_need(layers, config.text_vocab_size * config.hidden_size, recipe)
+
+
+def body_need(layers: Mapping[str, int], embedding: int, recipe: Recipe) -> Need:
+    """What a Qwen3 body takes, from the weights of each of its tensors and of the `embedding` that is copied with them.
+
+    Rounded weights are packed in the check, up to a limit. Of floats only joined query, key and value are held.
+    """
+    form = recipe.body_block
     largest = max(layers.values()) * 4.0
     if form is not None:
         result = sum(count * rounded_bytes(form.of(name)) for name, count in layers.items())
         return Need(PYTHON + min(1.3 * result, 1.5 * PACKED_BYTES) + 4 * largest, result, 1.1 * result)
     joint = sum(count for name, count in layers.items() if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")))
     result = sum(layers.values()) * BYTES[recipe.precision]
-    copied = 2 * (sum(layers.values()) + config.text_vocab_size * config.hidden_size)
-    return Need(PYTHON + 2 * joint + 8 * largest, result, copied)
+    return Need(PYTHON + 2 * joint + 8 * largest, result, 2 * (sum(layers.values()) + embedding))
 
 
 def rounded_bytes(form) -> float:
@@ -192,10 +199,12 @@ def _gb(size: float) -> str:
     return f"{size / GB:5.1f} GB"
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, components: tuple[str, ...], output: Path) -> Plan:
-    """The plan for the components that the folder does not hold yet."""
+def make_plan(
+    checkpoint: Checkpoint, recipe: Recipe, components: tuple[str, ...], output: Path, foretell: Callable = needs
+) -> Plan:
+    """The plan for the components that the folder does not hold yet; `foretell` is what `needs` is to the family."""
     held = held_parts(output, recipe, checkpoint.fingerprint())
-    wanted = {name: need for name, need in needs(checkpoint, recipe).items() if name in components and name not in held}
+    wanted = {name: need for name, need in foretell(checkpoint, recipe).items() if name in components and name not in held}
     seconds = {name: last for name in wanted if (last := recall_seconds(name, recipe, checkpoint)) is not None}
     return Plan(wanted, machine(output), seconds, output)
 
@@ -209,7 +218,7 @@ def held_parts(output: Path, recipe: Recipe, fingerprint: str) -> set[str]:
 
 
 def _history_key(name: str, recipe: Recipe, checkpoint: Checkpoint) -> str:
-    size = sum(path.stat().st_size for path in set(checkpoint.files.values()))
+    size = sum(path.stat().st_size for path in checkpoint.weight_files())
     return f"{name} {recipe.device}_{recipe.precision} {recipe.rounding} {size}"
 
 
