@@ -9,8 +9,8 @@ import numpy as np
 
 from voxport.build.folder import BuildFolder
 from voxport.families import FAMILIES
-from voxport.manifest import BuildManifest, Proof
-from voxport.run.proof import machine_name, runtime_name, take_figure
+from voxport.manifest import BuildManifest, Figure, Proof
+from voxport.run.proof import Asking, Task, machine_name, runtime_name, take_figure
 from voxport.run.session import CPU, Engine, Parts
 
 EDGES = 4  # pairs of clips a hair apart; each feels about half of the changes that are as small as float32 rounding
@@ -30,8 +30,11 @@ def prove_whole(
 def prove(folder: Path, manifest: BuildManifest) -> Proof:
     """Ask the graphs in `folder` every question of the family on the CPU and keep the answers."""
     engine, questions = Engine.choose("cpu", None, False, "cpu"), FAMILIES[manifest.family].proof
-    replay = questions.Replay(Parts(folder, manifest, engine), manifest, *questions.pose(folder, manifest), [])
+    parts = Parts(folder, manifest, engine)
+    replay = questions.Replay(parts, manifest, *questions.pose(folder, manifest), [])
     replay.edges = [find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)) for pair in range(EDGES)]
+    for part in parts.providers():
+        parts.release(part)
     return Proof(
         version=questions.VERSION,
         provider=CPU,
@@ -41,8 +44,20 @@ def prove(folder: Path, manifest: BuildManifest) -> Proof:
         prompt_ids=replay.prompt_ids,
         reference_codes=replay.reference_codes,
         edges=replay.edges,
-        figures={task.name: take_figure(task, task.ask(replay)) for task in questions.TASKS if task.part in manifest.parts},
+        figures=answer([task for task in questions.TASKS if task.part in manifest.parts], replay),
     )
+
+
+def answer(tasks: list[Task], replay: Asking) -> dict[str, Figure]:
+    """The answer to each question. A part is held only as long as questions need it: all at once would be the whole model."""
+    figures = {}
+    for i, task in enumerate(tasks):
+        figures[task.name] = take_figure(task, task.ask(replay))
+        needed = {part for later in tasks[i + 1 :] for part in (later.part, *later.fed_by)}
+        for part in replay.parts.providers():
+            if part not in needed:
+                replay.parts.release(part)
+    return figures
 
 
 def find_edge(encode: Callable[[float], np.ndarray]) -> list[float]:

@@ -233,8 +233,8 @@ def judge_diversity(cases: list[Case]) -> Finding:
 def judge_waveform(bench: Bench, view: View) -> Finding:
     """The build's codes through the build's codec against the original's choices through the original's."""
     codes = view.case.codes
-    if not codes.shape[1]:
-        return not_judged(WAVEFORM, "whole loop", "the build spoke no frame")
+    if not codes.shape[1] or CODEC_DECODER not in bench.manifest.parts:
+        return not_judged(WAVEFORM, "whole loop", "the build spoke no frame" if not codes.shape[1] else f"it has no {CODEC_DECODER}")
     rate = bench.manifest.codec.sample_rate
     codec = bench.checkpoint.codec(without=ENCODE_ONLY)
     sounds = decode(bench.speaker.parts, bench.manifest, codes), codec.decode(torch.from_numpy(original_choices(view, bench))[None])[0, 0].numpy()

@@ -30,7 +30,7 @@ from voxport.manifest_omnifish import (
 from voxport.run.omnifish_residual import run_all
 from voxport.run.omnifish_text import context_text, encode_prompt, style_text
 from voxport.run.proof import (
-    CODEC_FRAMES, FULL, LONG_ROWS, NOISE_ROWS, QUICK, QUICK_FRAMES, Asking, Task, body_feeds, buzz, chunks, edge_clip, integers,
+    FULL, LONG_ROWS, NOISE_ROWS, QUICK, QUICK_FRAMES, Asking, Task, body_feeds, buzz, chunks, edge_clip, integers,
     noise, unit_vectors,
 )  # fmt: skip
 from voxport.run.text import encode, load_tokenizer
@@ -41,10 +41,11 @@ REFERENCE_FRAMES = 4
 LANG_START = "<|lang_start|>"
 QUICK_NAMES = 16  # speakers and recordings that the quick task names; there may be thousands
 PAST_FRAMES, PROMPT_TOKENS = 5, 30  # kept before what the residual decoder is asked
-CLIP_FRAMES = 4  # of clips that are encoded: the search for edges encodes a hundred
+CLIP_FRAMES = 2  # of clips that are encoded: the search for edges encodes a hundred
 ENTRY_FRAMES = 1024  # played by the full task: every residual entry, one semantic entry in four. All of them are 190 s of sound
 ENTRY_STRIDE = 101  # codebook k plays this many codes ahead of codebook k - 1
-TRIP_CHUNKS = 4  # of the sounds of entries whose codes are asked for: encoding costs as much as decoding
+LONG_CLIP_FRAMES = 48
+CODEC_FRAMES = 16  # that the full task decodes at once: at full size 14 MB of memory each
 
 Feeds = dict[str, np.ndarray]
 
@@ -131,15 +132,15 @@ class Replay(Asking):
         yield from self.ask(MTP_PRIME, prime_feeds(self.manifest))
 
     def levels(self) -> Iterator[np.ndarray]:
-        """Logits, keys and values of a few frames at every level."""
+        """Logits of all heads, keys and values of a few frames at every level."""
         for level in range(len(self.manifest.codebooks.sizes) - 1):
             yield from self.ask(MTP_STEP, step_feeds(self.manifest, level, self._codes(level, QUICK_FRAMES)))
 
     def level_codes(self) -> Iterator[np.ndarray]:
-        """Logits after every code of every level."""
+        """Logits of the next level after every code of every level."""
         for level, size in enumerate(self.manifest.codebooks.sizes[:-1]):
             for codes in chunks(np.arange(size)):
-                yield self.ask(MTP_STEP, step_feeds(self.manifest, level, codes))[0]
+                yield self.ask(MTP_STEP, step_feeds(self.manifest, level, codes))[0][:, :, level]
 
     def link(self, k: int) -> Iterator[np.ndarray]:
         """State, logits, keys and values of a few frames, some of whose codes are known."""
@@ -173,10 +174,11 @@ class Replay(Asking):
             for factor in factors:
                 yield self.encode_mixed(pair, factor)
 
-    def round_trip(self) -> Iterator[np.ndarray]:
-        """Codes of some of the sounds in which codebook entries are played: they make the encoder choose many entries."""
-        for _, sound in zip(range(TRIP_CHUNKS), self.sound_entries()):
-            yield self.encode(sound.reshape(-1))
+    def long_clip(self) -> Iterator[np.ndarray]:
+        """Codes of a longer clip that grows and dies away: it makes the encoder choose many entries."""
+        samples = LONG_CLIP_FRAMES * self.manifest.codec.hop_length
+        swell = 1 - np.abs(np.linspace(-1, 1, samples, dtype=np.float32))
+        yield self.encode(swell * buzz("long clip", samples, self.manifest.codec.sample_rate))
 
     def embed_text(self, ids: np.ndarray) -> np.ndarray:
         """[S] -> [S, D]."""
@@ -285,7 +287,7 @@ TASKS = (
     Task(CODEC_DECODER, "entries", FULL, Replay.sound_entries),
     Task(CODEC_ENCODER, "clip", QUICK, Replay.clip, codes=True),
     Task(CODEC_ENCODER, "edges", FULL, Replay.clip_edges, codes=True),
-    Task(CODEC_ENCODER, "round trip", FULL, Replay.round_trip, (CODEC_DECODER,), codes=True),
+    Task(CODEC_ENCODER, "long clip", FULL, Replay.long_clip, codes=True),
 )
 
 # Of the diagnosis: parts in the order in which one feeds the next; answers that must be equal; codes; many operators deep

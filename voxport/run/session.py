@@ -202,6 +202,11 @@ class Parts:
             with ThreadPoolExecutor(min(self.engine.threads, len(missing))) as pool:
                 list(pool.map(self.__getitem__, sorted(missing, key=self._size, reverse=True)))
 
+    def release(self, name: str) -> None:
+        """Let go of a part's memory; it is loaded again when it is next asked for."""
+        with self._lock:
+            self._graphs.pop(name, None)
+
     def _size(self, name: str) -> int:
         return sum(record.bytes for record in self.manifest.part(name).files.values())
 
