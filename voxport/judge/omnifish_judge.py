@@ -182,7 +182,7 @@ def semantic_margins(view: View, mask_id: int) -> list[tuple[int, float]]:
         shown, hidden = (before == mask_id) & (after != mask_id), after == mask_id
         best = logits.max(-1)
         wrong = best - np.take_along_axis(logits, np.where(shown, after, 0)[:, None], -1)[:, 0]
-        found += [(step.start + i, float(wrong[i])) for i in np.flatnonzero(shown) if wrong[i] > 0]
+        found += [(step.start + int(i), float(wrong[i])) for i in np.flatnonzero(shown) if wrong[i] > 0]
         sure = best - np.log(np.exp(logits - best[:, None]).sum(-1)) - best  # log of the likeliest id's probability
         if hidden.any() and shown.any() and (gap := float(sure[hidden].max() - sure[shown].min())) > 0:
             found.append((step.start + int(np.flatnonzero(shown)[0]), gap))
@@ -196,7 +196,7 @@ def residual_margins(view: View) -> list[tuple[int, float]]:
         for level, rounds in enumerate(levels, 1):
             margins = [r.max(-1) - np.take_along_axis(r, block.codes[level][:, None], -1)[:, 0] for r in rounds]
             least = np.min(margins, axis=0)
-            found += [(start + i, float(least[i])) for i in np.flatnonzero(least > 0)]
+            found += [(start + int(i), float(least[i])) for i in np.flatnonzero(least > 0)]
     return found
 
 
