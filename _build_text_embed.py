@@ -8,8 +8,9 @@ from pathlib import Path
 from voxport.build.check import CHECKS, PartSession
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.folder import BuildFolder
-from voxport.build.higgs import prove_whole, stream_text_embed
+from voxport.build.higgs import COMPONENTS, stream_text_embed
 from voxport.build.parts import TEXT_EMBED, plan_parts
+from voxport.build.prove import prove_whole
 from voxport.errors import DONE, UserError, run_script, say
 from voxport.manifest import HIGGS, Manifest, Part
 
@@ -52,7 +53,7 @@ def rebuild(folder: BuildFolder, checkpoint: Checkpoint, precision: str) -> None
     recipe = {"source": checkpoint.fingerprint(), "precision": precision}
     folder.install(TEXT_EMBED, graph, Part(graph.name, precision, {}, *session.specs(), recipe))
     folder.complete()
-    prove_whole(folder)
+    prove_whole(folder, COMPONENTS)
     folder.commit()
 
 

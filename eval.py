@@ -5,7 +5,6 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.build.checkpoint import Checkpoint
 from voxport.errors import DONE, FAILED, UserError, run_script, say
 from voxport.files import write_json
 from voxport.judge import report
@@ -14,7 +13,7 @@ from voxport.judge.listeners import Resemblyzer, Whisper
 from voxport.judge.page import write_page
 from voxport.judge.reference import find_reference
 from voxport.judge.trial import Questions, Trial, beside, try_build
-from voxport.run.higgs import Speaker
+from voxport.run.load import load_speaker
 
 DEFAULT_TEXTS = ("Hello there, and welcome aboard the morning train.", "What shall we do now? The light changes.")
 TEXTS_NAME = "eval_texts.txt"
@@ -30,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
                    help=f"one text a line to speak (default: the checkpoint's {TEXTS_NAME}, else two English sentences)")  # fmt: skip
     p.add_argument("--ref-audio", metavar="WAV", help="also clone this voice, with the first text")
     p.add_argument("--ref-text", help="transcript of --ref-audio")
-    p.add_argument("--frames", type=int, default=48, metavar="T", help="frames of 1/25 s of each greedy run (default: 48)")
+    p.add_argument("--frames", type=int, default=48, metavar="T", help="frames of each greedy run (default: 48)")
     p.add_argument("--asr", metavar="NAME|DIR", help="Whisper model that hears the speech, e.g. tiny.en, or a folder that holds one;"
                    " needs requirements-listen.txt (default: nobody listens)")  # fmt: skip
     p.add_argument("--voices", type=Path, metavar="DIR", help="folder of sound files, a voice each, with transcripts NAME.txt: every text is"
@@ -58,9 +57,9 @@ def read_texts(given: Path | None, checkpoint: Path) -> list[str]:
     return texts
 
 
-def ask(args: argparse.Namespace, checkpoint: Checkpoint) -> Questions:
+def ask(args: argparse.Namespace, checkpoint: Path) -> Questions:
     """What each build is asked."""
-    texts = read_texts(args.texts, checkpoint.folder)
+    texts = read_texts(args.texts, checkpoint)
     requests = [{"text": text} for text in texts[:GREEDY_TEXTS]]
     if args.ref_audio:
         requests.append({"text": texts[0], "ref_audio": args.ref_audio, "ref_text": args.ref_text})
@@ -82,11 +81,11 @@ def read_voices(folder: Path) -> list[Path]:
 def try_folder(folder: Path, args: argparse.Namespace) -> Trial:
     """Judge one folder and print its table."""
     # a judge must look at a build that its own proof would refuse
-    speaker = Speaker.load(
+    speaker = load_speaker(
         folder, provider=args.provider, threads=args.threads, allow_fallback=args.allow_fallback, verify=False,
         warn=lambda message: say(f"warning: {message}"),
     )  # fmt: skip
-    checkpoint = Checkpoint.open(find_reference(args.reference, speaker.manifest))
+    checkpoint = find_reference(args.reference, speaker.manifest)
     trial = try_build(speaker, checkpoint, args.reference or speaker.manifest.source.id, ask(args, checkpoint))
     stream = sys.stderr if args.json else sys.stdout
     say(report.table(trial.findings), stream)

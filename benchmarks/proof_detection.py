@@ -27,9 +27,8 @@ from voxport.errors import DONE, UserError, WorkError, run_script, say  # noqa: 
 from voxport.files import write_json  # noqa: E402
 from voxport.manifest import Manifest  # noqa: E402
 from voxport.progress import bar  # noqa: E402
-from voxport.run.proof import (  # noqa: E402
-    FAIL, QUICK, TASKS, Replay, check_proof, judge_task, machine_name, runtime_name, tolerance,
-)  # fmt: skip
+from voxport.run.higgs_proof import TASKS, Replay  # noqa: E402
+from voxport.run.proof import FAIL, QUICK, check_proof, judge_task, machine_name, runtime_name, tolerance  # noqa: E402
 from voxport.run.session import Engine, Graph, Parts, open_session  # noqa: E402
 
 RESULT = Path(__file__).with_suffix(".json")

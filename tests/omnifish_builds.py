@@ -73,16 +73,18 @@ def make_build(folder: Path, output: Path, precision: str, parts: tuple[str, ...
 
 
 def built(name: str, precision: str = "fp32") -> Path:
-    """A build; only that of the checkpoint in the repository has the codec's parts, which are the same for all."""
+    """A build; only those of the checkpoint in the repository have the codec's parts, which are the same for all, and a proof."""
     return _built(name, precision)
 
 
 @functools.cache
 def _built(name: str, precision: str) -> Path:
-    folder = golden_folder(name)
+    folder, output = golden_folder(name), workspace() / f"{name}_{precision}"
     names = omnifish.part_names(checkpoint(name))
-    parts = None if name == "axial_px" and precision == "fp32" else tuple(part for part in names if part not in CODEC_PARTS)
-    return make_build(folder, workspace() / f"{name}_{precision}", precision, parts)
+    if name == "axial_px" and precision != "fp32":
+        shutil.copytree(built(name), output)  # the codec's parts serve on
+    parts = None if name == "axial_px" else tuple(part for part in names if part not in CODEC_PARTS)
+    return make_build(folder, output, precision, parts)
 
 
 def explicit(name: str, precision: str = "fp32") -> Path:

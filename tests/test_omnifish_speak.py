@@ -386,7 +386,7 @@ def test_the_script_speaks_a_dialogue_and_writes_codes_and_a_report(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "message"),
     [
-        (["--language", "xx", "--text", "hello"], "no language"), (["--voice", "anna", "--text", "hello"], "--voice has no use"),
+        (["--language", "xx", "--text", "hello"], "no language"), (["--speaker", "nobody", "--text", "hello"], "no speaker"),
         (["--dialogue", "missing.txt"], "cannot be read"),
     ],
 )  # fmt: skip

@@ -20,7 +20,8 @@ from voxport.files import read_json, sha256_file
 from voxport.manifest import MANIFEST_NAME, Manifest
 from voxport.run import proof, trust
 from voxport.run.higgs import Speaker
-from voxport.run.proof import FAIL, FULL, NOT_JUDGED, OK, QUICK, TASKS, Replay, judge_task, replay
+from voxport.run.higgs_proof import TASKS, Replay, entry_codes
+from voxport.run.proof import FAIL, FULL, NOT_JUDGED, OK, QUICK, judge_task, replay
 from voxport.run.session import Engine, Parts
 from voxport.run.trust import Trust
 
@@ -331,7 +332,7 @@ def test_random_questions_are_those_of_the_published_generator():
 
 
 def test_every_entry_of_every_codebook_is_asked_for():
-    codes = proof.entry_codes(8, 1024)
+    codes = entry_codes(8, 1024)
     assert all(sorted(codes[:, k]) == list(range(1024)) for k in range(8))
 
 

@@ -8,6 +8,8 @@ from run_fakes import make_manifest
 import inference
 from voxport.errors import run_script
 from voxport.manifest import Manifest
+from voxport.run.cli import make_parser
+from voxport.run.verbs import Build
 
 
 @pytest.fixture
@@ -110,11 +112,11 @@ def test_a_folder_without_a_manifest_is_no_build(tmp_path, capsys):
 
 
 def test_every_flag_says_its_default_and_its_effect():
-    for action in inference.make_parser()._actions:
+    for action in make_parser()._actions:
         assert action.help and len(action.help) > 20, action.dest
         assert action.help.isascii()
 
 
 def test_a_report_names_the_build(build):
-    report = inference.report_build(build, Manifest.read(build))
+    report = Build(build, Manifest.read(build), None).report()
     assert json.loads(json.dumps(report))["target"] == "cpu_fp32"

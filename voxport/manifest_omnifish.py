@@ -92,7 +92,8 @@ class Limits:
 @dataclass(frozen=True)
 class OmniFishManifest(BuildManifest):
     """Everything that running an OmniFish build needs. `attention` says how the body sees both ways: with the attribute
-    `causal` of GroupQueryAttention ("gqa") or spelt out ("explicit")."""
+    `causal` of GroupQueryAttention ("gqa") or spelt out ("explicit"); `codec_path` is where the codec lay, as `source` says of the
+    checkpoint."""
 
     schema_version: int
     family: str
@@ -118,4 +119,5 @@ class OmniFishManifest(BuildManifest):
     attention: str
     parts: dict[str, Part]
     files: dict[str, FileRecord]
+    codec_path: str = ""
     proof: Proof | None = None

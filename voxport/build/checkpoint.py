@@ -73,14 +73,18 @@ class Checkpoint(Mapping):
 
     def check_finite(self) -> None:
         """Read every weight; UserError names the first tensor that holds NaN or Inf, and its file."""
-        mapped = ((path, map_safetensors(path)) for path in sorted(set(self.files.values())))
+        mapped = ((path, map_safetensors(path)) for path in self.weight_files())
         named = ((n, tensors[n], str(path)) for path, tensors in mapped for n in tensors if self.files.get(n) == path)
-        check_finite(named, sum(path.stat().st_size for path in set(self.files.values())) // 2)
+        check_finite(named, sum(path.stat().st_size for path in self.weight_files()) // 2)
+
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors, each once."""
+        return sorted(set(self.files.values()))
 
     def fingerprint(self) -> str:
         """Changes when the checkpoint does: a hash of its configs and of each weight file's name, size and time."""
         digest = hashlib.sha256(json.dumps([repr(self.config), repr(self.codec_config)]).encode())
-        for path in sorted(set(self.files.values())):
+        for path in self.weight_files():
             stat = path.stat()
             digest.update(f"{path.name}:{stat.st_size}:{stat.st_mtime_ns}".encode())
         return digest.hexdigest()
@@ -117,7 +121,7 @@ class Checkpoint(Mapping):
                 f"{self.folder}: {len(unexpected)} tensors are not part of this model, the first is {unexpected[0]}"
                 f" in {self.files[unexpected[0]].name}; quantised or extended copies cannot be read"
             )
-        for path in sorted(set(self.files.values())):
+        for path in self.weight_files():
             self._check_headers(path, expected)
 
     def _check_headers(self, path: Path, expected: Mapping[str, tuple[int, ...]]) -> None:

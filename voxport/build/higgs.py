@@ -16,7 +16,7 @@ from voxport.build.child import run_in_child
 from voxport.build.download import Found
 from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.parts import OLIVE_PARTS
-from voxport.build.prove import prove
+from voxport.build.prove import prove_whole
 from voxport.build.recipes import Recipe
 from voxport.build.workshop import Overlay, Workshop, disk_full_explained, stream_text_embed, streams_table
 from voxport.errors import UserError, say
@@ -37,9 +37,8 @@ from voxport.manifest import (
     Tokens,
 )  # fmt: skip
 from voxport.manifest_values import check_values
-from voxport.run.proof import VERSION as PROOF_VERSION
 
-__all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "prove_whole", "stream_text_embed"]
+__all__ = ["COMPONENTS", "Builder", "Overlay", "Recipe", "open_build", "open_checkpoint", "stream_text_embed"]
 COMPONENTS = (llm.DECODER, *OLIVE_PARTS)
 # A step in a process of its own gives its memory back; starting one takes seconds, which small checkpoints do not need to pay.
 ISOLATED_BYTES = 1 << 30
@@ -140,6 +139,11 @@ class Builder:
     skip_extract: bool = False
     isolated: bool = False
 
+    @property
+    def licences(self) -> str:
+        """The terms of what goes into the build, for the screen."""
+        return f"licence of the weights: {self.folder.manifest.licence.name}"
+
     def build(self, name: str) -> bool:
         """Make, check and install one part; False if the folder already holds it."""
         recipe = self.shop.recipe.part_recipe(name, self.folder.manifest.source.fingerprint)
@@ -180,16 +184,8 @@ class Builder:
             else:
                 self.folder.copy_in(sorted(checkpoint.folder.glob("LICENSE*"))[0], licence.file)
             self.folder.complete()
-            prove_whole(self.folder, self._run)
+            prove_whole(self.folder, COMPONENTS, self._run)
             self.folder.commit()
-
-
-def prove_whole(folder: BuildFolder, run: Callable = lambda label, step, *arguments: step(*arguments)) -> None:
-    """Let a build that lacks no part record its proof, unless it has one."""
-    manifest = folder.manifest
-    is_proved = manifest.proof is not None and manifest.proof.version == PROOF_VERSION
-    if not is_proved and manifest.parts.keys() >= set(COMPONENTS):
-        folder.record_proof(run("proof", prove, folder.next, manifest))
 
 
 def open_checkpoint(found: Found, recipe: Recipe, codec_from: Path | None) -> Checkpoint:
@@ -211,5 +207,5 @@ def open_build(checkpoint: Checkpoint, found: Found, recipe: Recipe, output: Pat
         checkpoint.check_finite()
     folder = BuildFolder(output, manifest, keep_intermediate)
     shop = Workshop(checkpoint, recipe, folder.work / STANDALONE, folder.scratch, codec_from)
-    isolated = sum(path.stat().st_size for path in set(checkpoint.files.values())) >= ISOLATED_BYTES
+    isolated = sum(path.stat().st_size for path in checkpoint.weight_files()) >= ISOLATED_BYTES
     return Builder(shop, folder, skip_extract, isolated)

@@ -16,6 +16,7 @@ from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.omnifish_checkpoint import NAMES_FILE, OmniFishCheckpoint, read_recipe
 from voxport.build.omnifish_parts import part_names
 from voxport.build.omnifish_workshop import OmniFishRecipe, Workshop
+from voxport.build.prove import prove_whole
 from voxport.build.workshop import disk_full_explained
 from voxport.errors import UserError, say
 from voxport.families import OMNIFISH
@@ -68,8 +69,13 @@ class Builder(higgs.Builder):
         """The parts of this checkpoint."""
         return part_names(self.shop.checkpoint)
 
+    @property
+    def licences(self) -> str:
+        """The terms of what goes into the build, for the screen."""
+        return f"{super().licences}; of the codec: {self.folder.manifest.codec_licence.name}"
+
     def finish(self) -> None:
-        """Copy what belongs to no part, and put the build in place."""
+        """Copy what belongs to no part; if no part is missing, let the build prove itself; put it in place."""
         checkpoint, manifest = self.shop.checkpoint, self.folder.manifest
         with disk_full_explained("build", self.folder.folder):
             for name in (*llm.TOKENIZER_FILES, NAMES_FILE):
@@ -80,6 +86,7 @@ class Builder(higgs.Builder):
                 else:
                     self.folder.copy_in(licence_file(home), licence.file)
             self.folder.complete()
+            prove_whole(self.folder, self.components, self._run)
             self.folder.commit()
 
 
@@ -132,6 +139,7 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
         attention=recipe.attention,
         parts={},
         files={},
+        codec_path=str(checkpoint.codec_home.resolve()),
     )
     check_values(manifest, str(checkpoint.folder), "this checkpoint cannot be built")
     return manifest

@@ -61,8 +61,9 @@ def states(*shape: int) -> Tensor:
 
 
 def random_codes(frames: int) -> Tensor:
-    """codes [N, frames] of real speech frames."""
-    return torch.stack([torch.randint(size, (frames,), generator=seeded()) for size in ref.CODEBOOK_SIZES])
+    """codes [N, frames] of real speech frames, those of each codebook drawn apart: tables that changed places must show."""
+    generator = seeded()
+    return torch.stack([torch.randint(size, (frames,), generator=generator) for size in ref.CODEBOOK_SIZES])
 
 
 def text_cases(checkpoint: OmniFishCheckpoint) -> Iterator[Case]:
@@ -104,10 +105,10 @@ def prime_cases(checkpoint: OmniFishCheckpoint) -> Iterator[Case]:
 
 
 def step_cases(checkpoint: OmniFishCheckpoint) -> Iterator[Case]:
-    """Level 0 of a first block without a prompt, and higher levels behind frames and a prompt."""
+    """Every level: the first in a block without frames or a prompt before it, the others behind some of both."""
     config, w = checkpoint.config.residual, residual_weights(checkpoint)
     layers, heads, d = config.num_layers, config.num_kv_heads, config.head_dim
-    for length, level, before, prompt in ((7, 0, 0, 0), (1, 2, 5, 3), (4, 8, 9, 0)):
+    for length, level, before, prompt in ((7, 0, 0, 0), *((1 + level % 4, level, 5, 3 * (level % 2)) for level in range(1, RESIDUALS))):
         h, code = states(length, checkpoint.config.hidden_size), random_codes(length)[level]
         positions = torch.arange(before, before + length)
         kept = {f"lvl_{x}": states(layers, length, heads, level, d) for x in "kv"}

@@ -1,26 +1,25 @@
-"""What optimize.py does with an OmniFish checkpoint: its own flags, and the build."""
+"""What optimize.py needs to know of an OmniFish checkpoint."""
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
 from pathlib import Path
 
 from voxport.build import omnifish
 from voxport.build.download import Found
-from voxport.build.omnifish_checkpoint import SIDE_FILE, is_omnifish, read_side
-from voxport.errors import DONE, UserError, say
-from voxport.families import HIGGS, OMNIFISH
+from voxport.build.job import Job
+from voxport.build.omnifish_checkpoint import SIDE_FILE, read_side
+from voxport.build.omnifish_checkpoint import is_omnifish as recognises
+from voxport.build.omnifish_parts import COMPONENTS
+from voxport.build.omnifish_plan import needs
 from voxport.manifest_omnifish import EXPLICIT, FULL, GQA, SEMANTIC
 
-OWN_FLAGS = ("block_size", "context_mode", "steps", "codec", "attention")
-FAMILIES = {"higgs": HIGGS, "omnifish": OMNIFISH}  # as --family spells them
+__all__ = ["COMPONENTS", "OWN_FLAGS", "add_flags", "make_job", "recognises"]
+OWN_FLAGS = ("block_size", "context_mode", "steps", "codec", "attention")  # of optimize.py, that only this family knows
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
-    """The family, and flags that only OmniFish checkpoints need."""
-    parser.add_argument("--family", choices=tuple(FAMILIES), help="of the checkpoint (default: told by its config.json)")
+    """Flags that only OmniFish checkpoints need."""
     add = parser.add_argument_group("OmniFish checkpoints").add_argument
     where = f"demanded unless {SIDE_FILE} beside the checkpoint says it"
     add("--block-size", type=int, metavar="B", help=f"frames of a block as in training; {where}")
@@ -31,44 +30,13 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--codec", type=Path, metavar="DIR", help="folder of the Fish codec (default: the checkpoint, or codec in or beside it)")
 
 
-def choose_family(args: argparse.Namespace, folder: Path) -> str:
-    """The family of a checkpoint; UserError for a flag that has no use with it."""
-    family = FAMILIES[args.family] if args.family else OMNIFISH if is_omnifish(folder) else HIGGS
-    for flag in OWN_FLAGS if family == HIGGS else ("codec_from", "heads_precision"):
-        if getattr(args, flag) is not None:
-            raise UserError(f"--{flag.replace('_', '-')} has no use with a checkpoint of the family {family}")
-    return family
-
-
-def build(args: argparse.Namespace, found: Found, output: Path) -> int:
-    """Build an OmniFish checkpoint as the flags of optimize.py say."""
-    if args.plan:
-        raise UserError("--plan knows the needs of Higgs builds only")
+def make_job(args: argparse.Namespace, found: Found) -> Job:
+    """Check that the flags fit the checkpoint."""
     recipe = omnifish.OmniFishRecipe(args.device, args.precision, rounding=args.recipe, attention=args.attention or GQA)
     checkpoint = omnifish.open_checkpoint(found, recipe, args.codec)
     side = read_side(found.folder, block_size=args.block_size, context_mode=args.context_mode, steps=args.steps)
-    components = args.components or omnifish.part_names(checkpoint)
-    foreign = [name for name in components if name not in omnifish.part_names(checkpoint)]
-    if foreign:
-        raise UserError(f"this checkpoint has no part {foreign[0]}; choose from {', '.join(omnifish.part_names(checkpoint))}")
-    builder = omnifish.open_build(checkpoint, found, recipe, output, side, args.skip_extract, args.keep_intermediate)
-    with builder.folder:
-        manifest = builder.folder.manifest
-        say(f"licence of the weights: {manifest.licence.name}; of the codec: {manifest.codec_licence.name}")
-        seconds = {name: make(builder, name) for name in components}
-        builder.finish()
-    say(f'built {output}: python inference.py --model-path {output} --text "..." --out x.wav')
-    if args.json:
-        sizes = {name: sum(r.bytes for r in part.files.values()) for name, part in builder.folder.manifest.parts.items()}
-        print(json.dumps({"output": str(output), "seconds": seconds, "bytes": sizes}))
-    return DONE
-
-
-def make(builder: omnifish.Builder, name: str) -> float:
-    """Make one part and say so. Returns seconds, 0 for one that was up to date."""
-    start = time.perf_counter()
-    made = builder.build(name)
-    seconds = round(time.perf_counter() - start, 2) if made else 0.0
-    size = sum(record.bytes for record in builder.folder.manifest.parts[name].files.values())
-    say(f"{name:16} {size / 1e6:9.1f} MB  {f'{seconds:.1f} s' if seconds else 'up to date'}")
-    return seconds
+    omnifish.describe_generation(side, str(found.folder))
+    open_build = lambda output: omnifish.open_build(
+        checkpoint, found, recipe, output, side, args.skip_extract, args.keep_intermediate
+    )
+    return Job(checkpoint, recipe, omnifish.part_names(checkpoint), needs, open_build)

@@ -7,7 +7,7 @@ on the published dims (benchmarks/full_size.json) and rounded up.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,24 +76,30 @@ def needs(checkpoint: Checkpoint, recipe: Recipe) -> dict[str, Need]:
 
 
 def decoder_need(checkpoint: Checkpoint, recipe: Recipe) -> Need:
-    """Rounded weights are packed in the check, up to a limit. Of floats only joined query, key and value are held."""
-    config, form = checkpoint.config, recipe.body_block
+    config = checkpoint.config
     layers = {n: math.prod(s) for n, s in body_shapes(config).items() if ".layers." in n}
+    return body_need(layers, config.text_vocab_size * config.hidden_size, recipe)
+
+
+def body_need(layers: Mapping[str, int], embedding: int, recipe: Recipe) -> Need:
+    """What a Qwen3 body takes, from the weights of each of its tensors and of the `embedding` that is copied with them.
+
+    Rounded weights are packed in the check, up to a limit. Of floats only joined query, key and value are held.
+    """
+    form = recipe.body_block
     largest = max(layers.values()) * 4.0
     if form is not None:
         result = sum(count * rounded_bytes(form.of(name)) for name, count in layers.items())
         return Need(PYTHON + min(1.3 * result, 1.5 * PACKED_BYTES) + 4 * largest, result, 1.1 * result)
     joint = sum(count for name, count in layers.items() if name.endswith(("q_proj.weight", "k_proj.weight", "v_proj.weight")))
     result = sum(layers.values()) * BYTES[recipe.precision]
-    copied = 2 * (sum(layers.values()) + config.text_vocab_size * config.hidden_size)
-    return Need(PYTHON + 2 * joint + 8 * largest, result, copied)
+    return Need(PYTHON + 2 * joint + 8 * largest, result, 2 * (sum(layers.values()) + embedding))
 
 
-def proof_need(checkpoint: Checkpoint, recipe: Recipe) -> Need:
-    """A rounded body is packed whole, as it is for speech; a large one of floats computes from its file, a matrix at a time."""
-    if recipe.body_block is not None:
-        return Need(PYTHON + PACKED * decoder_need(checkpoint, recipe).result, 0.0, 0.0)
-    return Need(PYTHON + 8 * 4.0 * max(math.prod(s) for n, s in body_shapes(checkpoint.config).items() if ".layers." in n), 0.0, 0.0)
+def proof_need(decoder: Need, recipe: Recipe) -> Need:
+    """A rounded body is packed whole, as it is for speech; of floats at most `PACKED_BYTES`, from float16 to twice the size."""
+    packed = PACKED * decoder.result if recipe.body_block is not None else 2 * min(decoder.result, PACKED_BYTES)
+    return Need(PYTHON + packed, 0.0, 0.0)
 
 
 def rounded_bytes(form) -> float:
@@ -203,13 +209,15 @@ def _gb(size: float) -> str:
     return f"{size / GB:5.1f} GB"
 
 
-def make_plan(checkpoint: Checkpoint, recipe: Recipe, components: tuple[str, ...], output: Path) -> Plan:
-    """The plan for the components that the folder does not hold yet."""
+def make_plan(
+    checkpoint: Checkpoint, recipe: Recipe, components: tuple[str, ...], output: Path, foretell: Callable = needs
+) -> Plan:
+    """The plan for the components that the folder does not hold yet; `foretell` is what `needs` is to the family."""
     held = held_parts(output, recipe, checkpoint.fingerprint())
-    every = needs(checkpoint, recipe)
+    every = foretell(checkpoint, recipe)
     wanted = {name: need for name, need in every.items() if name in components and name not in held}
     if wanted and every.keys() <= wanted.keys() | held:
-        wanted[PROOF] = proof_need(checkpoint, recipe)
+        wanted[PROOF] = proof_need(every[DECODER], recipe)
     seconds = {name: last for name in wanted if (last := recall_seconds(name, recipe, checkpoint)) is not None}
     return Plan(wanted, machine(output), seconds, output)
 
@@ -223,7 +231,7 @@ def held_parts(output: Path, recipe: Recipe, fingerprint: str) -> set[str]:
 
 
 def _history_key(name: str, recipe: Recipe, checkpoint: Checkpoint) -> str:
-    size = sum(path.stat().st_size for path in set(checkpoint.files.values()))
+    size = sum(path.stat().st_size for path in checkpoint.weight_files())
     return f"{name} {recipe.device}_{recipe.precision} {recipe.rounding} {size}"
 
 

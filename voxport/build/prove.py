@@ -2,46 +2,51 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
 
-from voxport.manifest import Figure, Manifest, Part, Proof
+from voxport.build.folder import BuildFolder
+from voxport.families import FAMILIES
+from voxport.manifest import BuildManifest, Figure, Part, Proof
 from voxport.progress import bar
-from voxport.run.delay import apply_delay
-from voxport.run.proof import TASKS, VERSION, Replay, Task, integers, machine_name, runtime_name, take_figure
+from voxport.run.proof import Asking, Task, machine_name, runtime_name, take_figure
 from voxport.run.session import CPU, Engine, Parts
-from voxport.run.text import build_prompt, load_tokenizer
 
-SENTENCE = "This build speaks."
-REFERENCE_FRAMES = 2  # with the delay some nine rows: the prompt stays near 20 positions
 EDGES = 4  # pairs of clips a hair apart; each feels about half of the changes that are as small as float32 rounding
 # Of float weights in one part: a large body's kernels would pack a second copy of them, from float16 one of twice the size.
 PACKED_BYTES = 1 << 30
 HALVINGS = 24  # brings two clips that differ by 1 % to within the last bit of a float32 sample
 
 
-def prove(folder: Path, manifest: Manifest) -> Proof:
-    """Ask the graphs in `folder` every question of `run/proof.py` on the CPU and keep the answers."""
-    engine = Engine.choose("cpu", None, False, "cpu")
-    audio = manifest.audio
-    codes = integers("reference", audio.codebook_size, REFERENCE_FRAMES, audio.num_codebooks)
-    rows = apply_delay(codes, audio)
-    prompt = build_prompt(load_tokenizer(folder, manifest), manifest.tokens, SENTENCE, None, len(rows))
+def prove_whole(
+    folder: BuildFolder, parts: Iterable[str], run: Callable = lambda label, step, *arguments: step(*arguments)
+) -> None:
+    """Let a build that lacks none of `parts` record its proof, unless it has one."""
+    manifest = folder.manifest
+    is_proved = manifest.proof is not None and manifest.proof.version == FAMILIES[manifest.family].proof.VERSION
+    if not is_proved and manifest.parts.keys() >= set(parts):
+        folder.record_proof(run("proof", prove, folder.next, manifest))
+
+
+def prove(folder: Path, manifest: BuildManifest) -> Proof:
+    """Ask the graphs in `folder` every question of the family on the CPU and keep the answers."""
+    engine, questions = Engine.choose("cpu", None, False, "cpu"), FAMILIES[manifest.family].proof
     unpacked = [name for name, part in manifest.parts.items() if too_large_to_pack(part)]
-    replay = Replay(Parts(folder, manifest, engine, unpacked=unpacked), manifest, prompt.ids.tolist(), codes.tolist(), [])
-    with bar(EDGES + len(TASKS), "proof", "question") as progress:
+    parts = Parts(folder, manifest, engine, unpacked=unpacked)
+    replay = questions.Replay(parts, manifest, *questions.pose(folder, manifest), [])
+    tasks, figures = [task for task in questions.TASKS if task.part in manifest.parts], {}
+    with bar(EDGES + len(tasks), "proof", "question") as progress:
         for pair in range(EDGES):
             replay.edges.append(find_edge(lambda factor, pair=pair: replay.encode_mixed(pair, factor)))
             progress.update()
-        figures = {}
-        for task in TASKS:
+        for task in tasks:
             progress.set_postfix_str(task.name)
             figures[task.name] = answer(task, replay)
             progress.update()
     return Proof(
-        version=VERSION,
+        version=questions.VERSION,
         provider=CPU,
         onnxruntime=runtime_name(),
         machine=machine_name(),
@@ -59,7 +64,7 @@ def too_large_to_pack(part: Part) -> bool:
     return part.precision in ("fp16", "fp32") and sum(record.bytes for record in part.files.values()) > PACKED_BYTES
 
 
-def answer(task: Task, replay: Replay) -> Figure:
+def answer(task: Task, replay: Asking) -> Figure:
     """What the manifest keeps of the answer. Graphs that the question does not need are let go: together they fill the memory."""
     replay.parts.keep_only(task.parts)
     return take_figure(task, task.ask(replay))

@@ -18,17 +18,12 @@ import onnxruntime as ort
 from onnx.external_data_helper import load_external_data_for_tensor, uses_external_data
 
 from voxport.errors import UserError, WorkError
+from voxport.families import FAMILIES
 from voxport.files import atomic_path
-from voxport.manifest import Manifest, Proof, verify_files
-from voxport.run.codec import DECODER, ENCODER
-from voxport.run.decoder import EMBEDS, MASK, POSITIONS
-from voxport.run.delay import apply_delay
-from voxport.run.proof import (
-    AUDIO_EMBED, BODY, HEADS, OTHER_PROVIDER, OTHER_PROVIDER_CODES, QUICK_FRAMES, TEXT_EMBED, buzz, check_proof, integers,
-)  # fmt: skip
+from voxport.manifest import Manifest, verify_files
+from voxport.run.proof import OTHER_PROVIDER, OTHER_PROVIDER_CODES, check_proof
 from voxport.run.session import CPU, CUDA, ORT_ERRORS, REMEDIES, Graph
 
-PARTS = (TEXT_EMBED, AUDIO_EMBED, BODY, HEADS, DECODER, ENCODER)
 # Operators that are looked at first: those with weights, attention and norms. What lies between two of them is cheap.
 WATCHED = {
     "GroupQueryAttention", "MatMulNBits", "MatMul", "Gemm", "Conv", "ConvTranspose", "Gather", "GatherBlockQuantized",
@@ -160,7 +155,7 @@ class Lab:
     def __init__(self, folder: Path, provider: str, opener: Opener = open_model):
         self.folder, self.provider, self.opener = Path(folder), provider, opener
         self.manifest = Manifest.read(self.folder)
-        self.proof = check_proof(self.manifest)
+        self.proof, self.questions = check_proof(self.manifest), FAMILIES[self.manifest.family].proof
         self.answers: dict[str, Arrays] = {}  # the CPU's outputs, which feed later parts
 
     def load(self, part: str) -> onnx.ModelProto:
@@ -184,7 +179,7 @@ class Lab:
 
     def feeds(self, part: str) -> Arrays:
         """What the part is fed for the proof's prompt."""
-        return make_feeds(part, self.manifest, self.proof, self.answers)
+        return self.questions.make_feeds(part, self.manifest, self.proof, self.answers)
 
     def judge_part(self, part: str) -> PartFinding:
         """Run a part on the CPU and on the provider and compare all outputs; the worst one counts."""
@@ -199,17 +194,17 @@ class Lab:
 
     def allow(self, part: str) -> float:
         """Error that a healthy provider may show in the whole part: deep parts add up the errors of their operators."""
-        if part == TEXT_EMBED:
+        if part in self.questions.EXACT:
             return 0.0  # a lookup computes nothing
-        if part == ENCODER:
+        if part in self.questions.CODES:
             return OTHER_PROVIDER_CODES
-        table = OTHER_PROVIDER if part in (BODY, DECODER) else NODE_TOLERANCE
+        table = OTHER_PROVIDER if part in self.questions.DEEP else NODE_TOLERANCE
         return table[self.manifest.part(part).precision]
 
     def is_suspect(self, finding: PartFinding) -> bool:
         """Whether a part deserves a look inside: it differs, or by more than one healthy operator would."""
         mark = NODE_TOLERANCE[self.manifest.part(finding.part).precision]
-        return finding.difference.is_wrong or (finding.part in (BODY, DECODER) and finding.difference.error > mark)
+        return finding.difference.is_wrong or (finding.part in self.questions.DEEP and finding.difference.error > mark)
 
     def attempt(self, model: onnx.ModelProto, feeds: Arrays, name: str) -> tuple[Arrays, str | None]:
         """Run on the provider; the message if a kernel fails."""
@@ -219,30 +214,6 @@ class Lab:
             return {}, str(error)
         except ORT_ERRORS as error:  # the session itself cannot be made
             return {}, str(error).splitlines()[0]
-
-
-def make_feeds(part: str, manifest: Manifest, proof: Proof, answers: dict[str, Arrays]) -> Arrays:
-    """Inputs of a part; embeddings and hidden states are what the CPU answered before."""
-    audio, codec, dims = manifest.audio, manifest.codec, manifest.dims
-    ids = np.array(proof.prompt_ids)
-    is_reference = ids == manifest.tokens.placeholder
-    if part == TEXT_EMBED:
-        return {"input_ids": np.where(is_reference, 0, ids)[None]}
-    if part == AUDIO_EMBED:
-        return {"codes": apply_delay(np.array(proof.reference_codes), audio)[None]}
-    if part == BODY:
-        embeds = next(iter(answers[TEXT_EMBED].values())).astype(np.float32)
-        embeds[0, is_reference] = next(iter(answers[AUDIO_EMBED].values()))[0]
-        names = manifest.kv_cache
-        past = [t.format(i) for i in range(dims.num_layers) for t in (names.past_key, names.past_value)]
-        empty = np.zeros((1, dims.num_kv_heads, 0, dims.head_dim), np.float32)
-        whole = {EMBEDS: embeds, MASK: np.ones((1, len(ids))), POSITIONS: np.arange(len(ids))[None]}
-        return whole | dict.fromkeys(past, empty)
-    if part == HEADS:
-        return {"hidden_states": answers[BODY]["hidden_states"]}
-    if part == DECODER:
-        return {"codes": integers("sound", audio.codebook_size, QUICK_FRAMES, audio.num_codebooks).T[None]}
-    return {"waveform": buzz("clip", codec.min_encode_samples, codec.sample_rate)[None, None]}
 
 
 def expose(model: onnx.ModelProto, names: list[str]) -> onnx.ModelProto:
@@ -341,7 +312,7 @@ def _describe(name: str, array: np.ndarray) -> onnx.ValueInfoProto:
 
 def judge_parts(lab: Lab) -> Iterator[PartFinding]:
     """Each part of the build in the order in which one feeds the next."""
-    for part in PARTS:
+    for part in lab.questions.ORDER:
         if part in lab.manifest.parts:
             yield lab.judge_part(part)
 

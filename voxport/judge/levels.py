@@ -312,17 +312,17 @@ def _compare(part: str, found: np.ndarray, expected: np.ndarray, marks: Marks) -
 def judge_all(bench: Bench, requests: list[dict], max_frames: int) -> Evidence:
     """Every level, cheapest first. A part that cannot run at all fails its own level; levels that need it are not judged."""
     findings = [
-        *_guarded(PARTS, "text_embed", lambda: judge_text_embed(bench)),
-        *_guarded(PARTS, "audio_embed", lambda: judge_audio_embed(bench)),
-        *_guarded(PARTS, "audio_tokenizer", lambda: judge_audio_tokenizer(bench)),
-        *_guarded(PARTS, "audio_encoder", lambda: judge_audio_encoder(bench)),
+        *guarded(PARTS, "text_embed", lambda: judge_text_embed(bench)),
+        *guarded(PARTS, "audio_embed", lambda: judge_audio_embed(bench)),
+        *guarded(PARTS, "audio_tokenizer", lambda: judge_audio_tokenizer(bench)),
+        *guarded(PARTS, "audio_encoder", lambda: judge_audio_encoder(bench)),
     ]
     errors: list[LayerError] = []
     searched = lambda: bool((bench.speaker.manifest.part(BODY).recipe.get("block") or {}).get("search"))
     look = lambda: judge_weights(errors.__iadd__(layer_errors(bench.weights, bench.original.checkpoint)), searched())
-    findings += _guarded(WEIGHTS, BODY, look)
+    findings += guarded(WEIGHTS, BODY, look)
     views: list[View] = []
-    findings += _guarded(FORCED, BODY, lambda: views.extend(take_views(bench, speak_cases(bench.speaker, requests, max_frames))))
+    findings += guarded(FORCED, BODY, lambda: views.extend(take_views(bench, speak_cases(bench.speaker, requests, max_frames))))
     if not views:
         return Evidence(findings, errors, views)
     prompts = [view.case.embeds for view in views]
@@ -339,7 +339,7 @@ def judge_all(bench: Bench, requests: list[dict], max_frames: int) -> Evidence:
     return Evidence(findings, errors, views)
 
 
-def _guarded(level: str, part: str, look: Callable[[], Finding | None]) -> list[Finding]:
+def guarded(level: str, part: str, look: Callable[[], Finding | None]) -> list[Finding]:
     """The finding of `look`, or a failure that carries its message."""
     try:
         finding = look()

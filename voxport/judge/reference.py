@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -15,6 +15,7 @@ from voxport.build.download import DEMO, DEMO_FOLDER
 from voxport.errors import UserError
 from voxport.manifest import Manifest
 
+LARGEST_SPOKEN = 1 << 30  # bytes of weights
 
 def find_reference(given: str | None, manifest: Manifest) -> Path:
     """Folder of the original: the one given, else the one that the manifest records if it still lies there.
@@ -30,6 +31,11 @@ def find_reference(given: str | None, manifest: Manifest) -> Path:
     if not (folder / "config.json").is_file():
         raise UserError(f"not compared with the original: {folder} is not here; name the checkpoint with --reference")
     return folder
+
+
+def is_small(weight_files: Iterable[Path]) -> bool:
+    """Whether the original is small enough to speak too: it reads every weight for every step."""
+    return sum(path.stat().st_size for path in weight_files) <= LARGEST_SPOKEN
 
 
 class Original:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from voxport.judge.finding import Finding, judge
 from voxport.judge.weights import GraphWeights
-from voxport.run.higgs import BODY
+from voxport.run.proof import BODY
 
 WEIGHTS = "weights"
 # Rounding to nearest moves a weight by half a step; the one code that a symmetric block lacks (its own extreme with the other sign)
@@ -53,7 +53,7 @@ def layer_errors(weights: GraphWeights, checkpoint) -> list[LayerError]:
     return [layer_error(weights, name, checkpoint[name]) for name in weights]
 
 
-def judge_weights(errors: list[LayerError], searched: bool = False) -> Finding:
+def judge_weights(errors: list[LayerError], searched: bool = False, part: str = BODY) -> Finding:
     """Every weight within one step of its source, or as far as a `searched` scale may clip; the three tensors that lose most are named."""
     largest = LARGEST_SEARCHED_STEP if searched else LARGEST_STEP
     beyond = [e for e in errors if e.steps > (largest if e.bits < 16 else LARGEST_FLOAT_ERROR)]
@@ -64,5 +64,5 @@ def judge_weights(errors: list[LayerError], searched: bool = False) -> Finding:
     says = f"{len(beyond)} of {len(errors)} tensors are not their source rounded, the first is {beyond[0].name}" if beyond else (
         f"{len(errors)} tensors, {total / 1e6:.1f} MB, mean error of the rounded {mean:.4f}"
     )  # fmt: skip
-    return judge(WEIGHTS, BODY, not beyond, says, beyond=[e.name for e in beyond], worst=[vars(e) for e in worst],
+    return judge(WEIGHTS, part, not beyond, says, beyond=[e.name for e in beyond], worst=[vars(e) for e in worst],
                  mean_error=mean, bytes=total)  # fmt: skip

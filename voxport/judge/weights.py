@@ -46,12 +46,13 @@ class Storage:
     scales: torch.Tensor | None
 
 
-def decoder_weights(graph: Path) -> GraphWeights:
+def decoder_weights(graph: Path, layer: str = LAYER, final_norm: str = FINAL_NORM) -> GraphWeights:
     """Open a decoder graph: checkpoint name -> float32 tensor, read (and dequantised) at each access.
 
-    Handles plain matrices in float32 and float16, and MatMulNBits of 4 and 8 bits with or without zero points.
+    Handles plain matrices in float32 and float16, and MatMulNBits of 4 and 8 bits with or without zero points. `layer` is what
+    the names of layer {} begin with in the checkpoint.
     """
-    return GraphWeights(Path(graph), onnx.load(graph, load_external_data=False).graph)
+    return GraphWeights(Path(graph), onnx.load(graph, load_external_data=False).graph, layer, final_norm)
 
 
 @dataclass(frozen=True, eq=False)
@@ -60,11 +61,15 @@ class GraphWeights(Mapping):
 
     path: Path
     graph: onnx.GraphProto
+    layer: str = LAYER
+    final_norm: str = FINAL_NORM
 
     def __getitem__(self, name: str) -> torch.Tensor:
         if name in self._norms:
             return torch.from_numpy(self._read(self._norms[name]).astype(np.float32))
-        matrix = self._matrices[name]
+        return self._weight(self._matrices[name])
+
+    def _weight(self, matrix: Matrix) -> torch.Tensor:
         if matrix.node.op_type == "MatMul":
             columns = self._read(matrix.node.input[1])[:, matrix.first : matrix.last]
             return torch.from_numpy(np.ascontiguousarray(columns.T, dtype=np.float32))
@@ -115,7 +120,7 @@ class GraphWeights(Mapping):
 
     @functools.cached_property
     def _norms(self) -> dict[str, str]:
-        return {norm_name(*match.groups()): name for name in self._tensors if (match := NORM.fullmatch(name))}
+        return {self._norm_name(*match.groups()): name for name in self._tensors if (match := NORM.fullmatch(name))}
 
     @functools.cached_property
     def _matrices(self) -> dict[str, Matrix]:
@@ -124,11 +129,17 @@ class GraphWeights(Mapping):
             match = PROJECTION.match(node.input[1]) if node.op_type in ("MatMul", "MatMulNBits") else None
             if match:
                 layer, group, name = match.groups()
-                prefix = LAYER.format(layer) + GROUPS[group]
+                prefix = self.layer.format(layer) + GROUPS[group]
                 made |= {f"{prefix}.{part}_proj.weight": matrix for part, matrix in self._unpack(node, name).items()}
         if not made:
             raise UserError(f"{self.path} has no projection named as ModelBuilder names them; is it a decoder?")
         return made
+
+    def _norm_name(self, layer: str, kind: str) -> str:
+        """Checkpoint name of a norm; ModelBuilder counts the final one as that of a further layer."""
+        if kind == "final_norm":
+            return self.final_norm
+        return self.layer.format(layer) + ("self_attn." if kind in ("q_norm", "k_norm") else "") + f"{kind}.weight"
 
     def _unpack(self, node: onnx.NodeProto, name: str) -> dict[str, Matrix]:
         """The matrices of one node; `qkv` packs queries, keys and values in the proportions of their heads."""
@@ -157,10 +168,3 @@ class GraphWeights(Mapping):
 
 def attributes(node: onnx.NodeProto) -> dict:
     return {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
-
-
-def norm_name(layer: str, kind: str) -> str:
-    """Checkpoint name of a norm; ModelBuilder counts the final one as that of a further layer."""
-    if kind == "final_norm":
-        return FINAL_NORM
-    return LAYER.format(layer) + ("self_attn." if kind in ("q_norm", "k_norm") else "") + f"{kind}.weight"

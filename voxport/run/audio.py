@@ -69,9 +69,13 @@ def load_reference(source: str | os.PathLike | tuple, codec: Codec, limits: Limi
     else:
         raise UserError(f"a reference is a file or (samples, rate), not {type(source).__name__}")
     warnings = check_voice(clip, name, limits)
-    samples = resample(clip.samples, clip.rate, codec.sample_rate)
-    missing = codec.min_encode_samples - len(samples)
-    return Reference(np.pad(samples, (0, max(0, missing))), clip.seconds, warnings)
+    return Reference(fit_to_codec(clip.samples, clip.rate, codec), clip.seconds, warnings)
+
+
+def fit_to_codec(samples: np.ndarray, rate: int, codec: Codec) -> np.ndarray:
+    """[n] at `rate` -> [m] float32 at the codec's rate, padded to the shortest input of its encoder."""
+    samples = resample(samples, rate, codec.sample_rate)
+    return np.pad(samples, (0, max(0, codec.min_encode_samples - len(samples))))
 
 
 def _pair(source: tuple) -> tuple:

@@ -20,13 +20,13 @@ from voxport.run.audio import fade_end
 from voxport.run.cache import Cache
 from voxport.run.codec import Codec
 from voxport.run.decoder import Decoder
-from voxport.run.request import Request
+from voxport.run.request import Request, Voice
 from voxport.run.speech import Stopwatch
 from voxport.run.stream import Playback
 from voxport.run.take import EOC, Take
 from voxport.run.text import Prompt
-from voxport.run.voices import Voice
 
+BATCH = 4  # utterances at once: the weights are read once for all, and arithmetic is not yet the limit on two cores
 REMEMBERED = 4  # voices kept at hand within one batch, some 90 MB each at full size for 10 s of reference
 
 

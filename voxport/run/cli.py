@@ -6,13 +6,12 @@ import argparse
 from pathlib import Path
 
 from voxport.errors import UserError
+from voxport.families import FAMILIES
 from voxport.manifest import MANIFEST_NAME
 from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
-from voxport.run.higgs import BATCH
+from voxport.run.batch import BATCH
 from voxport.run.longtext import PART_TOKENS
-from voxport.run.omnifish_script import add_flags
 from voxport.run.player import STDOUT
-from voxport.run.request import Wish
 from voxport.run.text import TAG_POLICIES
 
 BUILDS = Path("onnx")
@@ -32,9 +31,20 @@ def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="inference.py", description=description, allow_abbrev=False, epilog="exit codes: 0 done, 1 failed, 2 wrong input"
     )
-    for add_group in (add_speech, add_voices, add_lines, add_sampling, add_output, add_machine, add_checks, add_flags):
+    families = [family.script.add_flags for family in FAMILIES.values()]
+    for add_group in (add_speech, add_voices, add_lines, add_sampling, add_output, add_machine, add_checks, *families):
         add_group(parser)
     return parser
+
+
+def own_flags() -> dict[str, tuple[str, ...]]:
+    """The flags that only one family knows, of each."""
+    return {name: family.script.OWN_FLAGS for name, family in FAMILIES.items()}
+
+
+def text_flags() -> list[str]:
+    """The flags that say what to speak."""
+    return ["text", *(flag for family in FAMILIES.values() for flag in family.script.TEXT_FLAGS)]
 
 
 def add_speech(parser: argparse.ArgumentParser) -> None:
@@ -106,7 +116,9 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
 
 
 def check_arguments(arguments: argparse.Namespace) -> None:
-    """What can be said about the flags alone; UserError before any file is read."""
+    """What can be said about the flags alone; UserError before any file is read. Notes in `has_text` whether there is anything to
+    speak, however it was given."""
+    arguments.has_text = any(getattr(arguments, flag) is not None for flag in text_flags())
     if arguments.selftest or arguments.verify or arguments.list_voices or arguments.delete_voice is not None:
         return
     if arguments.batch < 1:
@@ -117,10 +129,9 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         raise UserError("--out-dir goes with --input; a single --text is written with --out")
     if arguments.save_voice is not None and arguments.ref_audio is None:
         raise UserError("--save-voice needs the recording of the voice: --ref-audio, best with --ref-text")
-    if arguments.save_voice is not None and arguments.text is None:
+    if arguments.save_voice is not None and not arguments.has_text:
         return
-    has_text = arguments.text is not None or arguments.dialogue is not None
-    if not has_text or (arguments.out is None and arguments.stream is None):
+    if not arguments.has_text or (arguments.out is None and arguments.stream is None):
         raise UserError("--text and --out are needed (or --stream, --input, --save-voice, --selftest, --verify); see --help")
     _check_outputs(arguments)
 
@@ -128,7 +139,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
 def _check_lines(arguments: argparse.Namespace) -> None:
     if arguments.out_dir is None:
         raise UserError("--input needs --out-dir, a folder for what is spoken")
-    for flag in ("text", "out", "stream", "save_codes", "save_voice"):
+    for flag in (*text_flags(), "out", "stream", "save_codes", "save_voice"):
         if getattr(arguments, flag) is not None:
             raise UserError(f"--{flag.replace('_', '-')} does not go with --input")
 
@@ -150,12 +161,6 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
 def read_form(arguments: argparse.Namespace) -> Form:
     """How files are written."""
     return Form(arguments.encoding, arguments.sample_rate)
-
-
-def read_wish(arguments: argparse.Namespace, text: str) -> Wish:
-    """What the flags ask for."""
-    names = ("ref_audio", "ref_text", "temperature", "top_k", "top_p", "seed", "max_frames", "tags")
-    return Wish(text, **{name: getattr(arguments, name) for name in names})
 
 
 def find_build(model_path: str | None) -> Path:

@@ -7,6 +7,7 @@ speech.save("hello.wav")
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import warnings
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -20,12 +21,12 @@ from voxport.errors import UserError
 from voxport.manifest import HIGGS, Manifest, verify_files
 from voxport.progress import bar
 from voxport.run.audio import Reference
-from voxport.run.batch import Batch, Cue, Heard, Performance
+from voxport.run.batch import BATCH, Batch, Cue, Heard, Performance
 from voxport.run.codec import DECODER, ENCODER, Codec
 from voxport.run.decoder import Decoder
-from voxport.run.delay import apply_delay
-from voxport.run.proof import AUDIO_EMBED, BODY, HEADS, TEXT_EMBED
-from voxport.run.request import Request, Wish, check_context, check_reference, check_wish, count_rows
+from voxport.run.delay import apply_delay, check_codes
+from voxport.run.higgs_proof import AUDIO_EMBED, BODY, HEADS, TEXT_EMBED
+from voxport.run.request import Request, Voice, Wish, check_context, check_reference, check_wish, count_rows
 from voxport.run.sampler import is_greedy
 from voxport.run.session import Engine, Parts, check_alive
 from voxport.run.speech import Speech, Stopwatch, measure_health, read_timings
@@ -34,9 +35,7 @@ from voxport.run.stream import SpeechStream
 from voxport.run.take import Take
 from voxport.run.text import TAG, Prompt, build_prompt, load_tokenizer
 from voxport.run.trust import Trust
-from voxport.run.voices import Voice
 
-BATCH = 4  # utterances at once: the weights are read once for all, and arithmetic is not yet the limit on two cores
 PATTERN_STRIDE = 37  # odd, so that the fixed pattern of the self test visits every code of a power-of-two codebook
 
 
@@ -271,6 +270,23 @@ class Speaker:
         """The provider on which the language model really runs."""
         self._load(BODY)
         return self.parts[BODY].provider
+
+    def voice_settings(self) -> dict:
+        """What of the manifest, beside its files, decides what is made of a reference."""
+        return {"tokens": dataclasses.asdict(self.manifest.tokens)}
+
+    def pack_voice(self, voice: Voice) -> dict[str, np.ndarray]:
+        """The arrays of a voice, for a shelf."""
+        return {"codes": voice.codes, "ids": voice.ids, "pieces": np.stack(voice.pieces)}
+
+    def unpack_voice(self, arrays: dict[str, np.ndarray], ref_text: str | None) -> Voice | None:
+        """The voice again; None if its cache is not of this build's shape, UserError if its codes are none."""
+        dims, ids, pieces = self.manifest.dims, arrays["ids"], arrays["pieces"]
+        codes = check_codes(arrays["codes"], self.manifest.audio, "codes")
+        shape = (2 * dims.num_layers, dims.num_kv_heads, ids.size, dims.head_dim)
+        has_ids = ids.ndim == 1 and ids.dtype == np.int64
+        has_pieces = pieces.shape == shape and pieces.dtype == self.manifest.kv_cache.dtype and np.isfinite(pieces).all()
+        return Voice(codes, ref_text, ids, list(pieces)) if has_ids and has_pieces else None
 
     def _load(self, *names: str) -> None:
         self.parts.load(*names)

@@ -1,7 +1,7 @@
 """Many lines to speak: read from a file, spoken in batches into a folder, and taken up again where they were interrupted.
 
 A .txt file has a text on each line. A .jsonl file has an object on each: "text", and if wanted "name", "voice", "ref_audio",
-"ref_text", "seed", "temperature", "top_k", "top_p", "max_frames".
+"ref_text", "seed", "temperature", "top_k", "top_p", "max_frames", and what else the build's family knows.
 """
 
 from __future__ import annotations
@@ -9,22 +9,21 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from voxport.errors import UserError, WorkError
 from voxport.files import check_plain_name, parse_json, read_json, write_json
 from voxport.run.audio import Form
 from voxport.run.batch import REMEMBERED
-from voxport.run.higgs import Speaker
-from voxport.run.request import Wish
-from voxport.run.speech import Speech
 from voxport.run.voices import Shelf, Voice
 
 FIELDS = {"text": str, "name": str, "voice": str, "ref_audio": str, "ref_text": str, "seed": int, "temperature": (int, float),
           "top_k": int, "top_p": (int, float), "max_frames": int}  # fmt: skip
-
+PLACES = ("text", "ref_audio", "voice")  # fields of a wish that are told apart from the rest, see `_asks`
 SUFFIX = ".wav"
 
 
@@ -44,12 +43,15 @@ class Outcome:
 
     line: Line
     path: Path
-    speech: Speech | None = None
+    speech: Any = None
     error: UserError | None = None
 
 
-def read_lines(path: str | os.PathLike) -> list[Line]:
-    """The lines of a .txt or .jsonl file that hold something. A line that cannot be read keeps its place, with its fault."""
+def read_lines(path: str | os.PathLike, more: Mapping = MappingProxyType({})) -> list[Line]:
+    """The lines of a .txt or .jsonl file that hold something. A line that cannot be read keeps its place, with its fault.
+
+    `more` are the keys that a family's lines may have beyond `FIELDS`, with their types.
+    """
     path = Path(path)
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise UserError(f"--input {path} must end in .txt (a text on each line) or .jsonl (an object on each line)")
@@ -60,7 +62,8 @@ def read_lines(path: str | os.PathLike) -> list[Line]:
     held = [(number, text) for number, text in enumerate(content.split("\n"), 1) if text.strip()]
     if not held:
         raise UserError(f"--input {path} holds no line to speak")
-    parse = _parse_object if path.suffix.lower() == ".jsonl" else _parse_text
+    fields = FIELDS | dict(more)
+    parse = (lambda *line: _parse_object(*line, fields)) if path.suffix.lower() == ".jsonl" else _parse_text
     return _refuse_doubles([parse(number, text) for number, text in held])
 
 
@@ -68,15 +71,15 @@ def _parse_text(number: int, text: str) -> Line:
     return Line(number, _number_name(number), {"text": text.rstrip("\r")})
 
 
-def _parse_object(number: int, text: str) -> Line:
+def _parse_object(number: int, text: str, fields: dict) -> Line:
     try:
         asks = parse_json(text)
         if not isinstance(asks, dict) or "text" not in asks:
             raise ValueError('it must be an object with "text"')
         for key, value in asks.items():
-            if key not in FIELDS:
-                raise ValueError(f"unknown key {key!r}; known are {', '.join(FIELDS)}")
-            if not isinstance(value, FIELDS[key]) or isinstance(value, bool):
+            if key not in fields:
+                raise ValueError(f"unknown key {key!r}; known are {', '.join(fields)}")
+            if not isinstance(value, fields[key]) or isinstance(value, bool):
                 raise ValueError(f"{key} must not be {value!r}")
         return Line(number, check_plain_name(asks.pop("name", _number_name(number)), "name"), asks)
     except (ValueError, RecursionError, UserError) as error:
@@ -102,7 +105,8 @@ def _refuse_doubles(lines: list[Line]) -> list[Line]:
 class Recital:
     """Speaks lines into a folder: NAME.wav, and NAME.json with all that is needed to speak it again."""
 
-    def __init__(self, speaker: Speaker, folder: str | os.PathLike, common: Wish, shelf: Shelf, build: dict, form: Form):
+    def __init__(self, speaker: Any, folder: str | os.PathLike, common: Any, shelf: Shelf, build: dict, form: Form):
+        """`speaker` of any family, `common` a wish of that family: what all lines ask for."""
         self.speaker, self.folder, self.common, self.shelf = speaker, Path(folder), common, shelf
         self.build, self.form = build, form
         self._voices: dict[str, Voice] = {}
@@ -121,7 +125,7 @@ class Recital:
             yield self._keep(begun[index], made)
         yield from _drain(others)
 
-    def _wishes(self, lines: list[Line], begun: list[Line], others: list[Outcome]) -> Iterator[Wish]:
+    def _wishes(self, lines: list[Line], begun: list[Line], others: list[Outcome]) -> Iterator[Any]:
         """Wishes of the lines that are to be spoken; voices are fetched when their line is due."""
         for line in lines:
             try:
@@ -137,7 +141,7 @@ class Recital:
             begun.append(line)
             yield wish
 
-    def _wish(self, line: Line) -> Wish:
+    def _wish(self, line: Line) -> Any:
         asks = dict(line.asks)
         name = asks.pop("voice", None)
         if name is not None:
@@ -166,14 +170,14 @@ class Recital:
 
     def _asks(self, line: Line) -> dict:
         """All that decides what is made of a line. Of a voice that all share, its codes: its name may come to mean another."""
-        names = ("temperature", "top_k", "top_p", "seed", "max_frames", "tags", "ref_text")
-        common = {name: getattr(self.common, name) for name in names}
+        names = [field.name for field in dataclasses.fields(self.common) if field.name not in PLACES]
+        common = {name: _plain(getattr(self.common, name)) for name in names}
         reference, voice = self.common.ref_audio, self.common.voice
         common["ref_audio"] = None if reference is None else str(reference)
         common["shared_voice"] = None if voice is None else hashlib.sha256(voice.codes.tobytes()).hexdigest()
         return common | {"form": dataclasses.asdict(self.form)} | line.asks
 
-    def _keep(self, line: Line, made: Speech | UserError) -> Outcome:
+    def _keep(self, line: Line, made: Any) -> Outcome:
         path = self._path(line)
         if isinstance(made, UserError):
             return Outcome(line, path, error=made)
@@ -183,6 +187,11 @@ class Recital:
         except (UserError, OSError) as error:
             return Outcome(line, path, error=error if isinstance(error, UserError) else WorkError(f"cannot write {path}: {error}"))
         return Outcome(line, path, speech=made)
+
+
+def _plain(value: Any) -> Any:
+    """As JSON gives it back."""
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _drain(outcomes: list[Outcome]) -> Iterator[Outcome]:

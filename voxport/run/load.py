@@ -10,11 +10,11 @@ import os
 import typing
 from pathlib import Path
 
-from voxport.families import find_family, resolve
+from voxport.families import find_family
 from voxport.manifest import Manifest
 
 
 def load_speaker(folder: str | os.PathLike, **options) -> typing.Any:
     """The `Speaker` of the folder's family; `options` are those of its `load`."""
     family = find_family(Manifest.read(Path(folder)).family, str(folder))
-    return resolve(family.speaker).load(folder, **options)
+    return family.script.Speaker.load(folder, **options)

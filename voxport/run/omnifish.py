@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import warnings
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -20,20 +20,30 @@ from tokenizers import Tokenizer
 from voxport.errors import UserError, WorkError
 from voxport.families import OMNIFISH
 from voxport.manifest import Manifest, verify_files
-from voxport.manifest_omnifish import CODEC_DECODER, CODEC_ENCODER, OmniFishManifest
+from voxport.manifest_omnifish import (
+    AUDIO_EMBED,
+    BODY,
+    CODEC_DECODER,
+    CODEC_ENCODER,
+    SEMANTIC_HEAD,
+    TEXT_EMBED,
+    OmniFishManifest,
+)
 from voxport.progress import bar
-from voxport.run.audio import fade_end
+from voxport.run.audio import Reference, fade_end
 from voxport.run.omnifish_blocks import Block, BlockWriter, Model
 from voxport.run.omnifish_codec import CodecStream, check_lively, decode, encode
-from voxport.run.omnifish_request import Request, Wish, check_wish
+from voxport.run.omnifish_request import Request, Voice, Wish, check_reference, check_wish
 from voxport.run.omnifish_residual import make_residual
 from voxport.run.omnifish_speech import END, MAX_FRAMES, OmniSpeech, measure
 from voxport.run.omnifish_text import encode_prompt
 from voxport.run.session import Engine, Parts
 from voxport.run.speech import Stopwatch
+from voxport.run.stamps import Stamps
 from voxport.run.stream import SpeechStream
 from voxport.run.text import encode as encode_text
 from voxport.run.text import load_tokenizer
+from voxport.run.trust import Trust
 
 PATTERN_FRAMES = 3  # of the self test
 PATTERN_STRIDE = 37  # odd, so that the pattern visits every code of a power-of-two codebook
@@ -43,19 +53,14 @@ def _warn(message: str) -> None:
     warnings.warn(message, stacklevel=7)  # whoever called speak()
 
 
-@dataclass(frozen=True)
-class Reference:
-    """A voice as the model hears it: codes [N, P], and the transcript that goes with them."""
-
-    codes: np.ndarray
-    text: str | None
-
-
 class Speaker:
     """A build folder that speaks. Parts are loaded when first needed; several threads may share one Speaker."""
 
-    def __init__(self, folder: Path, manifest: OmniFishManifest, parts: Parts, warn: Callable[[str], None] = _warn):
+    def __init__(
+        self, folder: Path, manifest: OmniFishManifest, parts: Parts, warn: Callable[[str], None] = _warn, verify: bool = True
+    ):
         self.folder, self.manifest, self.parts, self.warn = Path(folder), manifest, parts, warn
+        self.trust = Trust(parts, manifest) if verify else None
 
     @classmethod
     def load(
@@ -66,13 +71,17 @@ class Speaker:
         threads: int | None = None,
         allow_fallback: bool = False,
         warn: Callable[[str], None] = _warn,
+        verify: bool = True,
     ) -> Speaker:
-        """Open a build folder: `provider` cpu, cuda, dml, coreml or a full name (default: what the build is for)."""
+        """Open a build folder: `provider` cpu, cuda, dml, coreml or a full name (default: what the build is for).
+
+        Parts replay the build's proof before they first speak on a provider and machine, unless `verify` is False.
+        """
         manifest = Manifest.read(Path(folder))
         if manifest.family != OMNIFISH:
             raise UserError(f"{folder} holds a {manifest.family} build; this speaker reads {OMNIFISH}")
         engine = Engine.choose(provider, threads, allow_fallback, manifest.target.device)
-        return cls(Path(folder), manifest, Parts(Path(folder), manifest, engine), warn)
+        return cls(Path(folder), manifest, Parts(Path(folder), manifest, engine, Stamps(folder).verify), warn, verify)
 
     def speak(self, text: str | None = None, *, progress: bool | None = None, **options) -> OmniSpeech:
         """Speak `text`; `options` are the other fields of `Wish`. UserError before anything is loaded if it cannot be met."""
@@ -82,12 +91,25 @@ class Speaker:
         """Like `speak`, as an iterable of samples [n] float32, a block at a time while the rest is still being made."""
         return self.stream(Wish(text, **options))
 
-    def grant(self, wish: Wish, progress: bool | None = None, reference: Reference | None = None) -> OmniSpeech:
-        """Speak one wish, in the voice of a `reference` that was heard before if there is one."""
+    def speak_many(self, wishes: Iterable[Wish], size: int = 1) -> Iterator[tuple[int, OmniSpeech | UserError]]:
+        """Speak many texts, one after the other whatever `size`: a pass reads a whole block, so weights are read seldom enough.
+        Yields (index, speech); a text that fails yields its error instead."""
+        for index, wish in enumerate(wishes):
+            try:
+                yield index, self.grant(wish, progress=False)
+            except UserError as error:
+                yield index, error
+
+    def hear(self, ref_audio: str | os.PathLike | tuple, ref_text: str | None = None, tags: str = "error") -> Voice:
+        """Listen to a reference once, to speak in its voice many times."""
+        return self.hear_reference(*self.check_reference(ref_audio, ref_text, tags))
+
+    def grant(self, wish: Wish, progress: bool | None = None) -> OmniSpeech:
+        """Speak one wish, decoded whole."""
         request, watch = self._check(wish), Stopwatch()
         blocks = []
         with bar(request.max_blocks, "speaking", "block", progress) as shown:
-            take = self._begin(request, watch, reference)
+            take = self.begin(request, watch)
             for block in take.blocks():
                 blocks.append(block)
                 shown.update()
@@ -97,12 +119,12 @@ class Speaker:
         watch.mark("first_sound")
         return self._make_speech(take, blocks, codes, samples)
 
-    def stream(self, wish: Wish, progress: bool | None = False, reference: Reference | None = None) -> SpeechStream:
+    def stream(self, wish: Wish, progress: bool | None = False) -> SpeechStream:
         """Speak one wish as it comes; `.speech` is there when the last chunk was taken."""
-        return SpeechStream(self._perform(self._check(wish), Stopwatch(), reference), self.manifest.codec.sample_rate)
+        return SpeechStream(self._perform(self._check(wish), Stopwatch()), self.manifest.codec.sample_rate)
 
-    def _perform(self, request: Request, watch: Stopwatch, reference: Reference | None) -> Generator[np.ndarray, None, OmniSpeech]:
-        take, blocks, chunks = self._begin(request, watch, reference), [], []
+    def _perform(self, request: Request, watch: Stopwatch) -> Generator[np.ndarray, None, OmniSpeech]:
+        take, blocks, chunks = self.begin(request, watch), [], []
         sound = CodecStream(self.parts, self.manifest)
         for block in take.blocks():
             blocks.append(block)
@@ -117,35 +139,75 @@ class Speaker:
 
     def _check(self, wish: Wish) -> Request:
         request = check_wish(wish, self.manifest)
-        for warning in request.warnings:
-            self.warn(warning)
+        self._pass_on(request.warnings)
         return request
 
-    def _begin(self, request: Request, watch: Stopwatch, reference: Reference | None) -> Take:
+    def _pass_on(self, warnings: tuple[str, ...]) -> None:
+        for warning in warnings:
+            self.warn(warning)
+
+    def begin(self, request: Request, watch: Stopwatch) -> Take:
         """Hear the reference and read the context. The model is loaded only once all of it is known to fit."""
+        voice = request.voice
         if request.reference is not None:
-            reference = self._hear(request, watch)
-        codes = reference.codes if reference else np.empty((len(self.manifest.codebooks.sizes), 0), np.int64)
+            voice = Voice(self._encode(request.reference, watch), request.ref_text)
+        codes = voice.codes if voice else np.empty((len(self.manifest.codebooks.sizes), 0), np.int64)
         with watch.lap("load"):
-            text = request.prompt_text(reference is not None, reference.text if reference else None)
+            text = request.prompt_text(voice is not None, voice.ref_text if voice else None)
             ids = encode_prompt(self.encode, text, self.manifest.prompt.names, self.manifest.dims.text_vocab_size)
             self._check_room(len(ids), codes.shape[1], request)
             model, residual = self.model, make_residual(self.parts, self.manifest)
-            self.parts.load(CODEC_DECODER)
-        for warning in self.parts.fallbacks():
-            self.warn(warning)
+            self._load(TEXT_EMBED, AUDIO_EMBED, BODY, SEMANTIC_HEAD, *residual.needs(codes.shape[1]), CODEC_DECODER)
+        self._pass_on(self.parts.fallbacks())
         with watch.lap("prefill"):
             hidden, cache = model.prefill(ids, codes)
             residual.prime(hidden, codes)
         settings = request.settings
         writer = BlockWriter(model, cache, residual, settings.dice(), settings.steps, settings.threshold, watch)
-        return Take(request, writer, np.array(ids, np.int64), reference, self.manifest)
+        return Take(request, writer, np.array(ids, np.int64), voice, self.manifest)
 
-    def _hear(self, request: Request, watch: Stopwatch) -> Reference:
+    def _load(self, *names: str) -> None:
+        self.parts.load(*names)
+        if self.trust is not None:
+            self.trust.require(*names)
+
+    def _encode(self, reference: Reference, watch: Stopwatch) -> np.ndarray:
+        """[N, P] codes of a reference."""
         with watch.lap("load"):
-            self.parts.load(CODEC_ENCODER)
+            self._load(CODEC_ENCODER)
         with watch.lap("encode"):
-            return Reference(encode(self.parts, self.manifest, request.reference.samples), request.ref_text)
+            return encode(self.parts, self.manifest, reference.samples)
+
+    def check_reference(
+        self, ref_audio: str | os.PathLike | tuple, ref_text: str | None = None, tags: str = "error"
+    ) -> tuple[Reference, str | None]:
+        """The reference ready to be encoded, and the transcript that is read with it; UserError if it holds no voice."""
+        reference, ref_text, warnings = check_reference(ref_audio, ref_text, tags, self.manifest)
+        self._pass_on(warnings)
+        return reference, ref_text
+
+    def hear_reference(self, reference: Reference, ref_text: str | None) -> Voice:
+        """Encode a reference."""
+        return Voice(self._encode(reference, Stopwatch()), ref_text)
+
+    def running_provider(self) -> str:
+        """The provider on which references are encoded."""
+        self._load(CODEC_ENCODER)
+        return self.parts[CODEC_ENCODER].provider
+
+    def voice_settings(self) -> dict:
+        """What of the manifest, beside its files, decides what is made of a reference: nothing."""
+        return {}
+
+    def pack_voice(self, voice: Voice) -> dict[str, np.ndarray]:
+        """The arrays of a voice, for a shelf."""
+        return {"codes": voice.codes}
+
+    def unpack_voice(self, arrays: dict[str, np.ndarray], ref_text: str | None) -> Voice | None:
+        """The voice again; None if its codes are none."""
+        codes, sizes = arrays["codes"], np.array(self.manifest.codebooks.sizes)[:, None]
+        whole = codes.dtype == np.int64 and codes.ndim == 2 and len(codes) == len(sizes) and codes.size > 0
+        return Voice(codes, ref_text) if whole and codes.min() >= 0 and (codes < sizes).all() else None
 
     def _check_room(self, text: int, frames: int, request: Request) -> None:
         size, room = self.manifest.generation.block_size, self.manifest.limits.context_rows
@@ -165,7 +227,7 @@ class Speaker:
             codes=codes,
             frames_per_block=[block.speech for block in blocks],
             prompt_ids=take.prompt_ids,
-            reference=take.reference.codes if take.reference else None,
+            reference=take.voice.codes if take.voice else None,
             finish_reason=MAX_FRAMES if take.is_cut(blocks) else END,
             settings=request.settings,
             max_frames=request.max_frames,
@@ -207,7 +269,7 @@ class Take:
     request: Request
     writer: BlockWriter
     prompt_ids: np.ndarray
-    reference: Reference | None
+    voice: Voice | None
     manifest: OmniFishManifest
 
     def blocks(self) -> Iterator[Block]:

@@ -9,6 +9,8 @@ from voxport.manifest_omnifish import CODEC_DECODER, CODEC_ENCODER, OmniFishMani
 from voxport.run.omnifish_residual import run_all
 from voxport.run.session import Parts
 
+MOST_FRAMES = 64  # decoded at once, some 3 s: at full size a frame takes 14 MB of memory
+
 
 class CodecStream:
     """One utterance, decoded in chunks that joined are the whole: the codec looks back only, and what it still needs of earlier
@@ -46,9 +48,10 @@ class CodecStream:
 
 
 def decode(parts: Parts, manifest: OmniFishManifest, codes: np.ndarray) -> np.ndarray:
-    """[N, T] codes -> [T * hop] float32 in one pass. WorkError also on a flat line: a kernel that computes nothing."""
+    """[N, T] codes -> [T * hop] float32. WorkError also on a flat line: a kernel that computes nothing."""
     stream = CodecStream(parts, manifest)
-    return check_lively(stream, stream.decode(codes))
+    samples = [stream.decode(codes[:, i : i + MOST_FRAMES]) for i in range(0, codes.shape[1], MOST_FRAMES)]
+    return check_lively(stream, np.concatenate(samples))
 
 
 def check_lively(stream: CodecStream, samples: np.ndarray) -> np.ndarray:

@@ -12,8 +12,8 @@ import numpy as np
 from voxport.errors import UserError
 from voxport.run.audio import Form, write_sound
 from voxport.run.longtext import PART_TOKENS, Part, quiet_between, split_text
-from voxport.run.omnifish import Reference, Speaker
-from voxport.run.omnifish_request import Wish, check_wish
+from voxport.run.omnifish import Speaker
+from voxport.run.omnifish_request import Voice, Wish, check_wish
 from voxport.run.omnifish_speech import END, OmniSpeech
 from voxport.run.stream import SpeechStream
 from voxport.run.text import check_script
@@ -75,8 +75,8 @@ def plan(speaker: Speaker, wish: Wish, budget: int = PART_TOKENS) -> list[Part]:
     return [Part(text)] if count(text) <= budget else split_text(text, count, budget)
 
 
-def read(speaker: Speaker, wish: Wish, parts: list[Part]) -> Reading:
-    """Speak all parts one after the other, each decoded whole."""
+def read(speaker: Speaker, wish: Wish, parts: list[Part], size: int = 1) -> Reading:
+    """Speak all parts one after the other whatever `size`, each decoded whole."""
     return _drain(_perform(speaker, wish, parts, whole=True))
 
 
@@ -95,12 +95,13 @@ def _drain(chunks: Generator) -> Reading:
 
 def _perform(speaker: Speaker, wish: Wish, parts: list[Part], whole: bool) -> Generator[np.ndarray, None, Reading]:
     """One seed and one voice for all parts: that of the wish, or else that of the first part."""
-    rate, reference, speeches, joined = speaker.manifest.codec.sample_rate, None, [], []
+    rate, speeches, joined = speaker.manifest.codec.sample_rate, [], []
     wish = dataclasses.replace(wish, seed=check_wish(wish, speaker.manifest).settings.seed)
+    voice = wish.voice if wish.ref_audio is None else speaker.hear(wish.ref_audio, wish.ref_text, wish.tags)
     for index, wanted in enumerate(part_wishes(wish, parts)):
-        if reference is not None:
-            wanted = dataclasses.replace(wanted, ref_audio=None, ref_text=None)
-        stream = SpeechStream(_whole(speaker, wanted, reference), rate) if whole else speaker.stream(wanted, reference=reference)
+        if voice is not None:
+            wanted = dataclasses.replace(wanted, ref_audio=None, ref_text=None, voice=voice)
+        stream = SpeechStream(_whole(speaker, wanted), rate) if whole else speaker.stream(wanted)
         for number, chunk in enumerate(stream):
             if index and number == 0:
                 joined.append(quiet_between(speeches[-1].faded(), chunk, parts[index - 1].pause, rate))
@@ -108,12 +109,12 @@ def _perform(speaker: Speaker, wish: Wish, parts: list[Part], whole: bool) -> Ge
             joined.append(chunk)
             yield chunk
         speeches.append(stream.speech)
-        reference = reference or voice_of(speeches[0], wish)
+        voice = voice or voice_of(speeches[0], wish)
     return Reading(wish.text, parts, speeches, np.concatenate(joined), rate)
 
 
-def _whole(speaker: Speaker, wish: Wish, reference: Reference | None) -> Generator[np.ndarray, None, OmniSpeech]:
-    speech = speaker.grant(wish, reference=reference)
+def _whole(speaker: Speaker, wish: Wish) -> Generator[np.ndarray, None, OmniSpeech]:
+    speech = speaker.grant(wish)
     yield speech.faded()
     return speech
 
@@ -126,10 +127,6 @@ def part_wishes(wish: Wish, parts: list[Part]) -> Iterator[Wish]:
         yield dataclasses.replace(wish, text=part.spoken, before=before, after=after)
 
 
-def voice_of(first: OmniSpeech, wish: Wish) -> Reference | None:
-    """The voice of the rest: that of the reference, or of the first part; a named speaker needs neither."""
-    if wish.speaker is not None and wish.ref_audio is None:
-        return None
-    if first.reference is not None:
-        return Reference(first.reference, wish.ref_text)
-    return Reference(first.codes, first.text)
+def voice_of(first: OmniSpeech, wish: Wish) -> Voice | None:
+    """The voice of the rest: that of the first part; a named speaker needs none."""
+    return None if wish.speaker is not None else Voice(first.codes, first.text)

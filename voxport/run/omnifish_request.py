@@ -9,6 +9,8 @@ import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from voxport.errors import UserError
 from voxport.manifest import Sampling
 from voxport.manifest_omnifish import OmniFishManifest
@@ -29,6 +31,15 @@ from voxport.run.sampler import check_sampling, check_seed
 from voxport.run.text import Script, check_script, frame_cap
 
 DENOISE = "<|denoise|>"
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A reference as the model hears it: codes [N, P], and the transcript that goes with them. Text is read before it and sees
+    it, so nothing more can be kept."""
+
+    codes: np.ndarray
+    ref_text: str | None
 
 
 @dataclass(frozen=True)
@@ -57,11 +68,12 @@ class Wish:
     seed: int | None = None
     max_frames: int | None = None
     tags: str = "error"
+    voice: Voice | None = None
 
 
 @dataclass(frozen=True)
 class Request:
-    """One utterance that can be spoken; `ref_text` belongs to `reference`."""
+    """One utterance that can be spoken; `ref_text` belongs to `reference`. Of that and `voice`, heard before, one at least is None."""
 
     text: str
     style: str
@@ -69,6 +81,7 @@ class Request:
     after: tuple[str, ...]
     reference: Reference | None
     ref_text: str | None
+    voice: Voice | None
     ref_text_prefix: bool
     denoise: bool
     settings: Settings
@@ -96,8 +109,9 @@ def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
     around = [tuple(check_script(text, what, manifest, wish.tags).text for text in texts)
               for what, texts in (("the text before", wish.before), ("the text after", wish.after))]  # fmt: skip
     style = style_text(check_name(wish.language, manifest.prompt.languages, "language"), choose_instruct(wish, manifest))
-    reference = None if wish.ref_audio is None else load_reference(wish.ref_audio, manifest.codec, manifest.limits)
-    ref_text, warnings = check_transcript(wish, manifest)
+    if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
+        raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
+    reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
     return Request(
         text=script.text,
         style=style,
@@ -105,12 +119,13 @@ def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
         after=around[1],
         reference=reference,
         ref_text=ref_text,
+        voice=wish.voice,
         ref_text_prefix=manifest.prompt.ref_text_prefix,
         denoise=manifest.prompt.denoise_token,
         settings=settings,
         max_frames=max_frames,
         block_size=manifest.generation.block_size,
-        warnings=script.warnings + warnings + (reference.warnings if reference else ()),
+        warnings=script.warnings + warnings,
     )
 
 
@@ -166,13 +181,23 @@ def choose_frames(wish: Wish, script: Script, manifest: OmniFishManifest) -> int
     return wish.max_frames
 
 
-def check_transcript(wish: Wish, manifest: OmniFishManifest) -> tuple[str | None, tuple[str, ...]]:
-    """The transcript of the reference, and a warning if the model will not read it."""
-    if not wish.ref_text:
-        return None, ()
-    if wish.ref_audio is None:
-        return None, ("a reference text without reference audio has no effect",)
+def check_reference(
+    ref_audio: str | os.PathLike | tuple | None, ref_text: str | None, tags: str, manifest: OmniFishManifest
+) -> tuple[Reference | None, str | None, tuple[str, ...]]:
+    """The reference, the transcript that is read with it, and warnings about both."""
+    unread = why_unread(ref_audio, ref_text, manifest)
+    script = check_script(ref_text, "the reference text", manifest, tags) if ref_text and not unread else None
+    reference = None if ref_audio is None else load_reference(ref_audio, manifest.codec, manifest.limits)
+    warnings = unread + tuple(w for part in (script, reference) if part is not None for w in part.warnings)
+    return reference, script.text if script else None, warnings
+
+
+def why_unread(ref_audio: object, ref_text: str | None, manifest: OmniFishManifest) -> tuple[str, ...]:
+    """A warning if there is a transcript that the model will not read."""
+    if not ref_text:
+        return ()
+    if ref_audio is None:
+        return ("a reference text without reference audio has no effect",)
     if not manifest.prompt.ref_text_prefix:
-        return None, ("this checkpoint reads no transcript; the reference text is ignored",)
-    script = check_script(wish.ref_text, "the reference text", manifest, wish.tags)
-    return script.text, script.warnings
+        return ("this checkpoint reads no transcript; the reference text is ignored",)
+    return ()

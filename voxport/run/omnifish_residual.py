@@ -39,9 +39,11 @@ class AxialDecoder:
     def __init__(self, parts: Parts, manifest: OmniFishManifest):
         self.parts, self.config = parts, manifest.residual
         self.levels = len(manifest.codebooks.sizes) - 1
-        self.num_codes = manifest.codebooks.sizes[1]
-        parts.load(MTP_STEP)
         self.count = 0
+
+    def needs(self, frames: int) -> tuple[str, ...]:
+        """The parts that speaking behind a reference of so many frames takes."""
+        return (MTP_PRIME, MTP_STEP) if frames else (MTP_STEP,)
 
     def prime(self, h: np.ndarray, codes: np.ndarray) -> None:
         """Begin with a reference of P frames, states h [P, D] and codes [N, P]; P may be 0."""
@@ -83,8 +85,11 @@ class ChainDecoder:
     def __init__(self, parts: Parts, manifest: OmniFishManifest):
         self.parts, self.config, self.rounds = parts, manifest.residual, manifest.generation.residual_rounds
         self.mask_ids = manifest.codebooks.sizes[1:]  # the id behind a link's codes
-        parts.load(*MTP_LAYERS)
         self.count = 0
+
+    def needs(self, frames: int) -> tuple[str, ...]:
+        """The parts that speaking behind a reference of so many frames takes."""
+        return MTP_LAYERS
 
     def prime(self, h: np.ndarray, codes: np.ndarray) -> None:
         """Begin with a reference of P frames, states h [P, D] and codes [N, P]; P may be 0."""

@@ -6,6 +6,8 @@ projections are compared instead, with a tolerance for each precision.
 
 Quick tasks are cheap enough to run once before a build first speaks somewhere. Full tasks read out whatever a graph can be
 made to show: every row of the embeddings, every weight of the heads, every codebook entry of the codec's decoder.
+
+What is asked is each family's own (`FAMILY_proof.py`); how answers are kept and compared is here.
 """
 
 from __future__ import annotations
@@ -13,33 +15,30 @@ from __future__ import annotations
 import hashlib
 import math
 import platform
+import typing
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import UserError, WorkError
-from voxport.manifest import Figure, Manifest, Proof
-from voxport.run.codec import DECODER, ENCODER
+from voxport.families import FAMILIES
+from voxport.manifest import BuildManifest, Figure, Manifest, Proof
 from voxport.run.decoder import EMBEDS, HIDDEN, MASK, POSITIONS
-from voxport.run.delay import apply_delay
 from voxport.run.session import Engine, Graph, Parts
 
-VERSION = 2  # of the questions: a proof of another version cannot be replayed
-TEXT_EMBED, AUDIO_EMBED, BODY, HEADS = "text_embed", "audio_embed", "llm_decoder", "audio_heads"
+BODY = "llm_decoder"  # in every family: what ModelBuilder makes
 QUICK, FULL = "quick", "full"
 OK, FAIL, NOT_JUDGED = "ok", "FAIL", "not judged"
 
 LONG_ROWS = 128  # positions of the full pass through the body after the prompt: less work than 5 s of speech
 TABLE_ROWS = 256  # rows of a table, or unit vectors, at once: bounds the output to some MB
-NOISE_ROWS = 4  # hidden states that the quick task gives the heads; one meets every weight, four outvote a rounding
-QUICK_FRAMES = 8  # frames that the quick task decodes: every weight of the codec's decoder counts in each, apart from the entries
-CODEC_FRAMES = 64  # frames that the full task decodes at once: bounds the codec's memory
-TRIPS = 4  # waveforms of so many frames whose codes make one group
-CODE_STRIDE = 101  # codebook k plays this many codes ahead of codebook k - 1, so that no frame holds one code eight times
+NOISE_ROWS = 4  # hidden states that a quick task gives the heads; one meets every weight, four outvote a rounding
+QUICK_FRAMES = 8  # frames that a quick task decodes: every weight of the codec's decoder counts in each, apart from the entries
+CODEC_FRAMES = 64  # frames that a full task decodes at once: bounds the codec's memory
 
 NUM_SUMS = 4  # random projections a group: their mean square estimates the error of all numbers to within a factor of 2
 NUM_VALUES = 4  # numbers a group that are kept as they are, for a reader of the manifest
@@ -93,118 +92,25 @@ def edge_clip(pair: int, factor: float, samples: int, rate: int) -> np.ndarray:
     return (buzz(f"edge {pair}", samples, rate) + factor * 0.01 * noise(f"edge {pair} away", samples)).astype(np.float32)
 
 
-def entry_codes(num_codebooks: int, codebook_size: int) -> np.ndarray:
-    """[codebook_size, N] codes in which every entry of every codebook is played once."""
-    return (np.arange(codebook_size)[:, None] + CODE_STRIDE * np.arange(num_codebooks)) % codebook_size
+def chunks(rows: np.ndarray, size: int = TABLE_ROWS) -> Iterator[np.ndarray]:
+    return (rows[i : i + size] for i in range(0, len(rows), size))
+
+
+def unit_vectors(width: int) -> Iterator[np.ndarray]:
+    """Every unit vector [1, n, width] float32, some at a time: what is linear shows its weights, none added to another."""
+    for places in chunks(np.arange(width)):
+        yield (places[:, None] == np.arange(width)).astype(np.float32)[None]
 
 
 @dataclass
-class Replay:
-    """Puts the proof's questions to the parts of a build. Each method yields the answer in groups of numbers."""
+class Asking:
+    """Puts questions to the parts of a build; each family adds methods that yield an answer in groups of numbers."""
 
     parts: Parts
-    manifest: Manifest
+    manifest: BuildManifest
     prompt_ids: list[int]
     reference_codes: list[list[int]]
     edges: list[list[float]]
-
-    def text_prompt(self) -> Iterator[np.ndarray]:
-        yield self.embed_text(self._plain_ids)
-
-    def text_table(self) -> Iterator[np.ndarray]:
-        """Every row of the table."""
-        for ids in _chunks(np.arange(self.manifest.dims.text_vocab_size)):
-            yield self.embed_text(ids)
-
-    def audio_table(self) -> Iterator[np.ndarray]:
-        """Every row of the table, twice: summed with rows of the same id, and with others, which round otherwise."""
-        audio = self.manifest.audio
-        same = np.repeat(np.arange(audio.vocab_size)[:, None], audio.num_codebooks, axis=1)
-        for rows in (same, entry_codes(audio.num_codebooks, audio.vocab_size)):
-            yield from map(self.embed_rows, _chunks(rows))
-
-    def prefill(self) -> Iterator[np.ndarray]:
-        """Hidden states of the prompt, a group a position."""
-        yield from self._prefilled[0][0]
-
-    def step(self) -> Iterator[np.ndarray]:
-        """One row after the cached prompt."""
-        embeds = self.embed_rows(self.reference_rows[:1])[None]
-        yield self.run_body(embeds, self._prefilled[1])[0]
-
-    def long_pass(self) -> Iterator[np.ndarray]:
-        """Hidden states of the prompt and rows after it, in one pass; a group is eight positions."""
-        audio = self.manifest.audio
-        rows = integers("long pass", audio.codebook_size, LONG_ROWS, audio.num_codebooks)
-        embeds = np.concatenate([self.prompt_embeds[0], self.embed_rows(rows)])
-        states = self.run_body(embeds[None])[0][0]
-        yield from np.array_split(states, -(-len(states) // 8))
-
-    def heads_noise(self) -> Iterator[np.ndarray]:
-        """Logits of random hidden states: every weight counts in each."""
-        hidden = noise("heads", 1, NOISE_ROWS, self.manifest.dims.hidden_size)
-        yield from self.read_heads(hidden)
-
-    def heads_weights(self) -> Iterator[np.ndarray]:
-        """Logits of every unit vector: the weights themselves, none added to another."""
-        width = self.manifest.dims.hidden_size
-        for places in _chunks(np.arange(width)):
-            yield self.read_heads((places[:, None] == np.arange(width)).astype(np.float32)[None])
-
-    def first_step(self) -> Iterator[np.ndarray]:
-        """Logits of row 0 after the prompt, a group a codebook."""
-        yield from self.read_heads(self._prefilled[0][:, -1:])[0]
-
-    def sound(self) -> Iterator[np.ndarray]:
-        """Waveform of a few random frames."""
-        audio = self.manifest.audio
-        yield self.decode(integers("sound", audio.codebook_size, QUICK_FRAMES, audio.num_codebooks))
-
-    def sound_entries(self) -> Iterator[np.ndarray]:
-        """Waveforms in which every codebook entry is played."""
-        audio = self.manifest.audio
-        yield from map(self.decode, _chunks(entry_codes(audio.num_codebooks, audio.codebook_size), CODEC_FRAMES))
-
-    def clip(self) -> Iterator[np.ndarray]:
-        """Codes of a clip."""
-        codec = self.manifest.codec
-        yield self.encode(buzz("clip", codec.min_encode_samples, codec.sample_rate))
-
-    def clip_edges(self) -> Iterator[np.ndarray]:
-        """Codes of clips a hair apart between which a code changes: any shift of the encoder's decision moves one of them."""
-        for pair, factors in enumerate(self.edges):
-            for factor in factors:
-                yield self.encode_mixed(pair, factor)
-
-    def round_trip(self) -> Iterator[np.ndarray]:
-        """Codes of the waveforms in which every codebook entry is played: they make the encoder choose many entries."""
-        sounds = list(self.sound_entries())
-        for i in range(0, len(sounds), TRIPS):
-            yield np.concatenate([self.encode(sound) for sound in sounds[i : i + TRIPS]])
-
-    def embed_text(self, ids: np.ndarray) -> np.ndarray:
-        """[S] -> [S, D] as the table holds it."""
-        return self.parts[TEXT_EMBED].run(input_ids=ids[None])[0]
-
-    def embed_rows(self, rows: np.ndarray) -> np.ndarray:
-        """[L, N] -> [L, D] float32."""
-        return self.parts[AUDIO_EMBED].run(codes=rows[None])[0].astype(np.float32)
-
-    def read_heads(self, hidden: np.ndarray) -> np.ndarray:
-        """[1, L, D] -> [L, N, V]."""
-        return self.parts[HEADS].run(hidden_states=hidden)[0]
-
-    def decode(self, codes: np.ndarray) -> np.ndarray:
-        """[T, N] -> [samples]."""
-        return self.parts[DECODER].run(codes=codes.T[None]).reshape(-1)
-
-    def encode(self, samples: np.ndarray) -> np.ndarray:
-        """[samples] -> [T, N]."""
-        return self.parts[ENCODER].run(waveform=samples[None, None])[0].T
-
-    def encode_mixed(self, pair: int, factor: float) -> np.ndarray:
-        codec = self.manifest.codec
-        return self.encode(edge_clip(pair, factor, codec.min_encode_samples, codec.sample_rate))
 
     def run_body(self, embeds: np.ndarray, past: list[np.ndarray] | None = None) -> tuple[np.ndarray, list[np.ndarray]]:
         """[1, S, D] -> hidden states [1, S, D] and the cache, given the cache of what came before.
@@ -223,31 +129,18 @@ class Replay:
             hidden, *present = graph.session.run([HIDDEN, *each(names.present_key, names.present_value)], feeds)
         return hidden, present
 
-    @cached_property
-    def reference_rows(self) -> np.ndarray:
-        """[R + N - 1, N]."""
-        return apply_delay(np.array(self.reference_codes, np.int64), self.manifest.audio)
-
-    @cached_property
-    def prompt_embeds(self) -> np.ndarray:
-        """[1, P, D] float32."""
-        embeds = self.embed_text(self._plain_ids).astype(np.float32)
-        embeds[np.array(self.prompt_ids) == self.manifest.tokens.placeholder] = self.embed_rows(self.reference_rows)
-        return embeds[None]
-
-    @property
-    def _plain_ids(self) -> np.ndarray:
-        ids = np.array(self.prompt_ids, np.int64)
-        return np.where(ids == self.manifest.tokens.placeholder, 0, ids)
-
-    @cached_property
-    def _prefilled(self) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Hidden states and cache of the prompt."""
-        return self.run_body(self.prompt_embeds)
+    def encode_mixed(self, pair: int, factor: float) -> np.ndarray:
+        """Codes of one of the clips between which `edges` lie."""
+        raise NotImplementedError
 
 
-def _chunks(rows: np.ndarray, size: int = TABLE_ROWS) -> Iterator[np.ndarray]:
-    return (rows[i : i + size] for i in range(0, len(rows), size))
+def body_feeds(embeds: np.ndarray, manifest: BuildManifest) -> dict[str, np.ndarray]:
+    """Feeds of the body for embeddings [1, S, D] that stand alone."""
+    names, dims = manifest.kv_cache, manifest.dims
+    past = [t.format(i) for i in range(dims.num_layers) for t in (names.past_key, names.past_value)]
+    empty = np.zeros((1, dims.num_kv_heads, 0, dims.head_dim), np.float32)
+    whole = {EMBEDS: embeds, MASK: np.ones((1, embeds.shape[1])), POSITIONS: np.arange(embeds.shape[1])[None]}
+    return whole | dict.fromkeys(past, empty)
 
 
 @dataclass(frozen=True)
@@ -261,7 +154,7 @@ class Task:
     part: str
     what: str
     depth: str
-    ask: Callable[[Replay], Iterable[np.ndarray]]
+    ask: Callable[[typing.Any], Iterable[np.ndarray]]
     fed_by: tuple[str, ...] = ()
     exact: bool = False
     codes: bool = False
@@ -275,25 +168,6 @@ class Task:
     def parts(self) -> tuple[str, ...]:
         """All that the question needs."""
         return (*self.fed_by, self.part)
-
-
-EMBEDDINGS = (TEXT_EMBED, AUDIO_EMBED)
-TASKS = (
-    Task(TEXT_EMBED, "prompt", QUICK, Replay.text_prompt, exact=True),
-    Task(TEXT_EMBED, "every row", FULL, Replay.text_table, exact=True),
-    Task(AUDIO_EMBED, "every row", QUICK, Replay.audio_table),
-    Task(BODY, "prompt", QUICK, Replay.prefill, EMBEDDINGS),
-    Task(BODY, "cached step", QUICK, Replay.step, EMBEDDINGS),
-    Task(BODY, "long pass", FULL, Replay.long_pass, EMBEDDINGS),
-    Task(HEADS, "noise", QUICK, Replay.heads_noise),
-    Task(HEADS, "first step", QUICK, Replay.first_step, (*EMBEDDINGS, BODY), tops=8),
-    Task(HEADS, "every weight", FULL, Replay.heads_weights),
-    Task(DECODER, "frames", QUICK, Replay.sound),
-    Task(DECODER, "every entry", FULL, Replay.sound_entries),
-    Task(ENCODER, "clip", QUICK, Replay.clip, codes=True),
-    Task(ENCODER, "edges", FULL, Replay.clip_edges, codes=True),
-    Task(ENCODER, "round trip", FULL, Replay.round_trip, (DECODER,), codes=True),
-)
 
 
 def read_digest(groups: Iterable[np.ndarray]) -> str:
@@ -372,10 +246,10 @@ class Verdict:
 
 def replay(parts: Parts, manifest: Manifest, depth: str, names: Iterable[str] | None = None) -> Iterator[Verdict]:
     """Put the proof's questions to the parts called `names` (default: all). UserError if the build carries none to put."""
-    proof, failed = check_proof(manifest), set()
+    proof, failed, questions = check_proof(manifest), set(), FAMILIES[manifest.family].proof
     names = set(manifest.parts) if names is None else set(names)
-    ask = Replay(parts, manifest, proof.prompt_ids, proof.reference_codes, proof.edges)
-    for task in TASKS:
+    ask = questions.Replay(parts, manifest, proof.prompt_ids, proof.reference_codes, proof.edges)
+    for task in questions.TASKS:
         if task.part not in names or (task.depth == FULL and depth == QUICK):
             continue
         if depth == FULL:  # a quick look leaves loaded what speaks next
@@ -400,7 +274,7 @@ def verify_build(
     return replay(Parts(folder, manifest, engine, unpacked=proof.unpacked), manifest, FULL)
 
 
-def judge_task(task: Task, ask: Replay, proof: Proof) -> Verdict:
+def judge_task(task: Task, ask: Asking, proof: Proof) -> Verdict:
     """Ask, and hold the answer to the digest or to a tolerance."""
     graph, expected = ask.parts[task.part], proof.figures[task.name]
     result = lambda state, says, *figures: Verdict(task.part, task.what, state, says, graph.provider, *figures)
@@ -441,12 +315,13 @@ def tolerance(task: Task, manifest: Manifest, proof: Proof, provider: str) -> fl
 
 def check_proof(manifest: Manifest) -> Proof:
     """The proof; UserError if there is none or it answers other questions."""
-    proof = manifest.proof
+    proof, questions = manifest.proof, FAMILIES[manifest.family].proof
     if proof is None:
         raise UserError("this build carries no proof of itself: it is old or lacks parts; build it again with optimize.py")
-    if proof.version != VERSION or any(t.name not in proof.figures for t in TASKS if t.part in manifest.parts):
+    asked = [task.name for task in questions.TASKS if task.part in manifest.parts]
+    if proof.version != questions.VERSION or any(name not in proof.figures for name in asked):
         raise UserError(
-            f"this build's proof has version {proof.version}, {VERSION} is read here; build it again with optimize.py"
+            f"this build's proof has version {proof.version}, {questions.VERSION} is read here; build it again with optimize.py"
         )
     return proof
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from voxport.errors import UserError
 from voxport.run.audio import Form, write_sound
-from voxport.run.higgs import BATCH, Speaker
+from voxport.run.batch import BATCH
+from voxport.run.higgs import Speaker
 from voxport.run.longtext import PART_TOKENS, Part, quiet_between, split_text
 from voxport.run.request import Wish, choose_dice
 from voxport.run.speech import Speech

@@ -7,14 +7,26 @@ import os
 import secrets
 from dataclasses import dataclass
 
+import numpy as np
+
 from voxport.errors import UserError
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference, load_reference
 from voxport.run.sampler import Dice, check_sampling, check_seed
 from voxport.run.text import Script, check_script, frame_cap, most_frames
-from voxport.run.voices import Voice
 
 DRAWN_SEEDS = 1 << 31  # a seed that is drawn stays short enough to be typed again
+
+
+@dataclass(frozen=True)
+class Voice:
+    """A reference that the model has heard: codes [R, N], its transcript if that was heard too, the ids [P] of the prompt up
+    to the text, and what the model remembers of them: for each layer keys and values [H, P, head_dim]."""
+
+    codes: np.ndarray
+    ref_text: str | None
+    ids: np.ndarray
+    pieces: list[np.ndarray]
 
 
 @dataclass(frozen=True)

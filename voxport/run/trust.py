@@ -19,7 +19,7 @@ from pathlib import Path
 from voxport.errors import UserError, WorkError
 from voxport.files import read_json, write_json
 from voxport.manifest import Manifest
-from voxport.run.proof import FAIL, QUICK, VERSION, check_proof, explain, machine_name, replay, runtime_name
+from voxport.run.proof import FAIL, QUICK, check_proof, explain, machine_name, replay, runtime_name
 from voxport.run.session import Parts
 
 
@@ -102,7 +102,7 @@ def build_key(manifest: Manifest) -> dict[str, str]:
     """What a replay that passed holds for: these files and answers, this ONNX Runtime, this machine."""
     told = {name: asdict(part) for name, part in manifest.parts.items()} | {"proof": asdict(manifest.proof)}
     build = hashlib.sha256(json.dumps(told, sort_keys=True).encode("utf-8")).hexdigest()
-    return {"build": build, "onnxruntime": runtime_name(), "machine": machine_name(), "version": str(VERSION)}
+    return {"build": build, "onnxruntime": runtime_name(), "machine": machine_name(), "version": str(manifest.proof.version)}
 
 
 def entry_path(key: dict[str, str]) -> Path | None:

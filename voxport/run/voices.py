@@ -1,7 +1,7 @@
-"""Voices that were heard, and a shelf of saved ones: a second utterance in a voice reads its own text only.
+"""A shelf of saved voices: what was heard once need not be heard again, by builds of any family.
 
-NAME/voice.npz           the reference as the encoder gets it, with its transcript: enough to hear the voice again
-NAME/<build key>.npz     what one build on one provider made of it: codes, and keys and values of the prompt up to the text
+NAME/voice.npz           the reference as an encoder gets it, with its transcript: enough to hear the voice again
+NAME/<build key>.npz     what one build on one provider made of it, as its family packs it: codes, and perhaps a prompt's cache
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import shutil
 import sys
 import zipfile
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import UserError, WorkError
 from voxport.files import atomic_path, parse_json
-from voxport.manifest import Manifest
-from voxport.run.audio import Reference
-from voxport.run.delay import check_codes
+from voxport.manifest import BuildManifest
+from voxport.run.audio import HIGHEST_RATE, LOWEST_RATE, Reference, fit_to_codec
+from voxport.run.text import check_script
 
 VERSION = 1  # of the files on the shelf
 SOURCE = "voice.npz"
@@ -32,24 +32,15 @@ LONGEST_NAME = 64
 KEPT = 4  # builds and providers for which a voice is kept ready; some 90 MB each at full size for 10 s
 # What zipfile, json and NumPy raise for files that are not theirs
 READ_ERRORS = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile)  # NotImplementedError is one
+# Each family has its own; all have `ref_text`, the transcript that was heard with it
+Voice = Any
 RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}  # on Windows
-
-
-@dataclass(frozen=True)
-class Voice:
-    """A reference that the model has heard: codes [R, N], its transcript if that was heard too, the ids [P] of the prompt up
-    to the text, and what the model remembers of them: for each layer keys and values [H, P, head_dim]."""
-
-    codes: np.ndarray
-    ref_text: str | None
-    ids: np.ndarray
-    pieces: list[np.ndarray]
 
 
 class Hearer(Protocol):
     """A speaker, as far as a shelf needs one."""
 
-    manifest: Manifest
+    manifest: BuildManifest
 
     def check_reference(self, ref_audio, ref_text: str | None, tags: str) -> tuple[Reference, str | None]:
         """The reference and the transcript that may be heard with it."""
@@ -58,7 +49,16 @@ class Hearer(Protocol):
         """Encode and read a reference."""
 
     def running_provider(self) -> str:
-        """The provider on which the language model runs."""
+        """The provider on which voices are heard."""
+
+    def voice_settings(self) -> dict:
+        """What of the manifest, beside its files, decides what is made of a reference."""
+
+    def pack_voice(self, voice: Voice) -> dict[str, np.ndarray]:
+        """The arrays of a voice."""
+
+    def unpack_voice(self, arrays: dict[str, np.ndarray], ref_text: str | None) -> Voice | None:
+        """The voice again; None if the arrays are not what this build makes. KeyError or UserError if they are no voice."""
 
 
 def default_shelf() -> Path:
@@ -106,8 +106,8 @@ class Shelf:
         listed = {}
         for name in self.names():
             try:
-                reference, ref_text = self._read_source(name)
-                listed[name] = {"seconds": reference.seconds, "transcript": ref_text}
+                _, facts = self._read_source(name)
+                listed[name] = {"seconds": facts["seconds"], "transcript": facts["ref_text"]}
             except UserError as error:
                 listed[name] = {"error": str(error)}
         return listed
@@ -117,24 +117,30 @@ class Shelf:
         check_name(name)
         reference, ref_text = speaker.check_reference(ref_audio, ref_text, tags)
         voice = speaker.hear_reference(reference, ref_text)
-        facts = {"version": VERSION, "seconds": reference.seconds, "ref_text": ref_text}
+        facts = {"version": VERSION, "seconds": reference.seconds, "ref_text": ref_text, "rate": speaker.manifest.codec.sample_rate}
         try:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             write_arrays(self.folder / name / SOURCE, facts, {"samples": reference.samples})
         except OSError as error:
             raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir") from None
-        self._keep(name, build_key(speaker, reference, ref_text), voice)
+        self._keep(name, build_key(speaker, reference, ref_text), voice, speaker)
         return voice
 
     def load(self, name: str, speaker: Hearer) -> Voice:
         """The voice called `name` as this build hears it: from the shelf, or heard again if that is missing, stale or damaged."""
         self._find(name)
-        reference, ref_text = self._read_source(name)
+        samples, facts = self._read_source(name)
+        codec, ref_text = speaker.manifest.codec, facts["ref_text"]
+        rate = facts.get("rate", codec.sample_rate)
+        samples = samples if rate == codec.sample_rate else fit_to_codec(samples, rate, codec)
+        if ref_text:  # a build of another family may have saved it, which knows other tokens
+            check_script(ref_text, f"the transcript of the voice {name!r}", speaker.manifest, "keep")
+        reference = Reference(samples, facts["seconds"], ())
         key = build_key(speaker, reference, ref_text)
-        voice = self._recall(name, key, speaker.manifest)
+        voice = self._recall(name, key, speaker)
         if voice is None:
             voice = speaker.hear_reference(reference, ref_text)
-            self._keep(name, key, voice)
+            self._keep(name, key, voice, speaker)
         return voice
 
     def delete(self, name: str) -> None:
@@ -151,40 +157,37 @@ class Shelf:
             raise UserError(f"no voice {name!r} in {self.folder}; {known}; save one with --save-voice")
         return self.folder / name
 
-    def _read_source(self, name: str) -> tuple[Reference, str | None]:
+    def _read_source(self, name: str) -> tuple[np.ndarray, dict]:
+        """Samples [n] of the reference, and its facts: `seconds`, `ref_text`, and unless it is old `rate`."""
         path = self.folder / name / SOURCE
         facts, arrays = read_arrays(path, f"the voice {name!r}")
-        samples, ref_text, seconds = arrays.get("samples"), facts.get("ref_text"), facts.get("seconds")
+        samples, ref_text, rate = arrays.get("samples"), facts.get("ref_text"), facts.get("rate", LOWEST_RATE)
         sound = samples is not None and samples.ndim == 1 and samples.dtype == np.float32 and np.isfinite(samples).all()
-        if not sound or not isinstance(seconds, float) or not isinstance(ref_text, (str, type(None))):
+        told = isinstance(facts.get("seconds"), float) and isinstance(ref_text, (str, type(None)))
+        if not sound or not told or not isinstance(rate, int) or not LOWEST_RATE <= rate <= HIGHEST_RATE:
             raise UserError(f"{path} is not a saved voice; delete it with --delete-voice and save it again")
-        return Reference(samples, seconds, ()), ref_text
+        return samples, facts | {"ref_text": ref_text}
 
-    def _keep(self, name: str, key: str, voice: Voice) -> None:
+    def _keep(self, name: str, key: str, voice: Voice, speaker: Hearer) -> None:
         """Remember what a build made of a voice, and forget the oldest; where nothing can be written it is made again."""
         folder = self.folder / name
-        arrays = {"codes": voice.codes, "ids": voice.ids, "pieces": np.stack(voice.pieces)}
+        facts = {"version": VERSION, "key": key, "ref_text": voice.ref_text}
         try:
-            write_arrays(folder / f"{key[:32]}.npz", {"version": VERSION, "key": key, "ref_text": voice.ref_text}, arrays)
+            write_arrays(folder / f"{key[:32]}.npz", facts, speaker.pack_voice(voice))
             kept = sorted((path for path in folder.glob("*.npz") if path.name != SOURCE), key=lambda path: path.stat().st_mtime)
             for path in kept[:-KEPT]:
                 path.unlink(missing_ok=True)
         except (OSError, UserError):
             pass  # a full or read-only disk must not keep anybody from speaking
 
-    def _recall(self, name: str, key: str, manifest: Manifest) -> Voice | None:
-        path = self.folder / name / f"{key[:32]}.npz"
-        dims = manifest.dims
+    def _recall(self, name: str, key: str, speaker: Hearer) -> Voice | None:
         try:
-            facts, arrays = read_arrays(path, "what is kept of a voice")
-            codes = check_codes(arrays["codes"], manifest.audio, "codes")
-            ids, pieces, ref_text = arrays["ids"], arrays["pieces"], facts["ref_text"]
+            facts, arrays = read_arrays(self.folder / name / f"{key[:32]}.npz", "what is kept of a voice")
+            ref_text = facts["ref_text"]
+            voice = speaker.unpack_voice(arrays, ref_text) if isinstance(ref_text, (str, type(None))) else None
         except (UserError, KeyError):
             return None
-        shape = (2 * dims.num_layers, dims.num_kv_heads, ids.size, dims.head_dim)
-        has_ids = ids.ndim == 1 and ids.dtype == np.int64 and isinstance(ref_text, (str, type(None)))
-        has_pieces = pieces.shape == shape and pieces.dtype == manifest.kv_cache.dtype and np.isfinite(pieces).all()
-        return Voice(codes, ref_text, ids, list(pieces)) if facts.get("key") == key and has_ids and has_pieces else None
+        return voice if facts.get("key") == key else None
 
 
 def build_key(speaker: Hearer, reference: Reference, ref_text: str | None) -> str:
@@ -193,12 +196,11 @@ def build_key(speaker: Hearer, reference: Reference, ref_text: str | None) -> st
     told = {
         "parts": {name: {file: asdict(record) for file, record in part.files.items()} for name, part in manifest.parts.items()},
         "files": {name: asdict(record) for name, record in manifest.files.items()},
-        "tokens": asdict(manifest.tokens),
         "provider": speaker.running_provider(),
         "onnxruntime": ort.__version__,
         "samples": hashlib.sha256(reference.samples.tobytes()).hexdigest(),
         "ref_text": ref_text,
-    }
+    } | speaker.voice_settings()
     return hashlib.sha256(json.dumps(told, sort_keys=True).encode("utf-8")).hexdigest()
 
 
