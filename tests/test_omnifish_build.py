@@ -65,7 +65,7 @@ def test_a_second_build_makes_nothing_again(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_parts_are_within_float32_rounding_of_the_reference(name, record_property):
-    """The build's own check allows 1e-4 of the size of an output. The codec is forty layers deep, so its noise is larger."""
+    """The build's own check allows 1e-4 of the size of an output. The codec is forty layers deep: 4e-5 to 5e-5 by the codes."""
     worst = {}
     with torch.no_grad():
         for part in Manifest.read(built(name)).parts:
@@ -77,7 +77,27 @@ def test_parts_are_within_float32_rounding_of_the_reference(name, record_propert
                         error = relative_error(found, wanted.numpy()) if found.size else 0.0
                         worst[part] = max(worst.get(part, 0.0), error)
     record_property("worst", worst)
-    assert all(error < (5e-5 if part == CODEC_DECODER else 5e-6) for part, error in worst.items()), worst
+    assert all(error < (8e-5 if part == CODEC_DECODER else 5e-6) for part, error in worst.items()), worst
+
+
+@pytest.mark.parametrize("case", ["embed", "embed_noid"])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_embedding_graphs_give_the_golden_embeddings(name, case):
+    """Every branch: text, languages, speakers, recordings, and frames of each kind."""
+    golden = arrays(name)
+    ids, is_audio, expected = (golden[f"{case}.{part}"][0] for part in ("input_ids", "audio_mask", "out"))
+    text = PartSession(built(name) / "text_embed.onnx").run(input_ids=np.where(is_audio, 0, ids[0])[None])[0][0]
+    audio = PartSession(built(name) / "audio_embed.onnx").run(codes=np.where(is_audio, ids, 0)[None])[0][0]
+    assert np.abs(np.where(is_audio[:, None], audio, text) - expected).max() <= 1e-5
+
+
+@pytest.mark.parametrize("copies", [3, 2])
+@pytest.mark.parametrize("name", FOLDERS)
+def test_the_head_graph_gives_the_golden_logits(name, copies):
+    golden, key = arrays(name), f"backbone{copies}"
+    logits = PartSession(built(name) / "semantic_head.onnx").run(hidden_states=golden[f"{key}.hidden"])[0][0]
+    assert np.abs(logits[golden[f"{key}.logit_rows"]] - golden[f"{key}.logits"]).max() <= 2e-3
+    assert np.array_equal(logits.argmax(-1), golden[f"{key}.argmax"].reshape(-1))
 
 
 @pytest.mark.parametrize("change", ["a weight", "a norm", "a table"])

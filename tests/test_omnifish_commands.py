@@ -186,6 +186,22 @@ def test_the_published_size_stays_within_the_promised_memory(name):
     assert found["llm_decoder"].result == pytest.approx(440.4e6 * 0.64, rel=0.05)  # 20.5 bytes for 32 weights
 
 
+# The benchmark of the published size
+
+
+def test_the_benchmark_is_not_moved_by_one_slow_block_and_tells_broken_promises():
+    from benchmarks.omnifish_full_size import block_times, judge
+
+    steady = [1.0 + 0.01 * i for i in range(20)]
+    hiccup = [*steady[:18], 9.0, steady[19]]
+    assert block_times([steady, hiccup, steady])["growth"] == pytest.approx(1.18 / 1.02)
+    kept = {"build": {"peak_private_mb": 2900.0}, "blocks": {"growth": 1.2}}
+    assert all(promise["kept"] for promise in judge(kept).values())
+    assert not judge(kept | {"blocks": {"growth": 1.31}})["block_growth"]["kept"]
+    assert not judge({"build": {"peak_private_mb": 3001.0}})["build_private_mb"]["kept"]
+    assert not judge({"build": {"peak_private_mb": 1.0}})["block_growth"]["kept"]  # too few blocks to tell
+
+
 # The README
 
 

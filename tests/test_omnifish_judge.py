@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import omnifish_faults as plant
 import pytest
+import soundfile
 from conftest import run_cli
 from faults import copy_build, repair_manifest
 from omnifish_builds import LOCAL, arrays, built, explicit, facts, golden_folder
@@ -167,11 +168,13 @@ def generate(bench, speech) -> np.ndarray:
 def test_the_script_judges_and_writes_table_json_and_page(tmp_path, capsys):
     (tmp_path / "texts.txt").write_text("\n".join(TEXTS), encoding="utf-8")
     flags = ["--model-path", built("axial_px"), "--texts", tmp_path / "texts.txt", "--frames", FRAMES, "--threads", 1]
-    flags += ["--output", tmp_path / "r.json", "--html", tmp_path / "r.html"]
+    soundfile.write(tmp_path / "voice.wav", 0.3 * np.sin(np.arange(6000) / 30), 44100)
+    flags += ["--output", tmp_path / "r.json", "--html", tmp_path / "r.html", "--ref-audio", tmp_path / "voice.wav", "--ref-text", "Hm."]
     assert run_script(judge_script.main, [str(flag) for flag in flags]) == 0
     printed = capsys.readouterr().out
     assert printed.rstrip().endswith("verdict: PASS") and "residual decoder" in printed
     report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
+    assert next(f for f in report["findings"] if f["level"] == "greedy rows")["figures"]["cases"] == 3
     assert report["verdict"] == PASS and all(f["figures"] or f["verdict"] == NOT_JUDGED for f in report["findings"])
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert "codec_decoder" in page and "Agreement by codebook" in page and page.count("<audio") >= 2  # the build and the original

@@ -98,6 +98,16 @@ def test_golden_codes_become_the_golden_sound_whole_and_in_chunks(frames):
         assert np.abs(np.concatenate(chunks) - whole).max() < 1e-4
 
 
+def test_long_codes_are_decoded_a_bounded_number_of_frames_at_once(monkeypatch):
+    golden, parts, sizes = codec_arrays(), parts_of(built("axial_px")), []
+    whole = decode(parts, parts.manifest, golden["decode.20.codes"][0])
+    pass_on = CodecStream.decode
+    monkeypatch.setattr(CodecStream, "decode", lambda self, codes: sizes.append(codes.shape[1]) or pass_on(self, codes))
+    monkeypatch.setattr("voxport.run.omnifish_codec.MOST_FRAMES", 8)
+    assert np.abs(decode(parts, parts.manifest, golden["decode.20.codes"][0]) - whole).max() < 1e-4
+    assert sizes == [8, 8, 4]
+
+
 @pytest.mark.parametrize("samples", [2048, 2049, 5000, 10240, 33333])
 def test_golden_sound_becomes_the_golden_codes(samples):
     golden, parts = codec_arrays(), parts_of(built("axial_px"))

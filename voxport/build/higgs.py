@@ -3,16 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import importlib.metadata
-from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 from _ref.higgs import GREEDY_TEMPERATURE, PLACEHOLDER
-from voxport import __version__
+from voxport.build import builder as base
 from voxport.build import llm
 from voxport.build.checkpoint import Checkpoint, Vocabulary, read_vocabulary
-from voxport.build.child import run_in_child
 from voxport.build.download import Found
 from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.parts import OLIVE_PARTS
@@ -25,12 +21,10 @@ from voxport.manifest import (
     SCHEMA_VERSION,
     Audio,
     Codec,
-    Dims,
     KVCache,
     Licence,
     Limits,
     Manifest,
-    Part,
     Sampling,
     Source,
     Target,
@@ -46,7 +40,6 @@ CONTEXT_ROWS = 4096  # the published engine's context: prompt and rows together
 MAX_ROWS = 2048  # its longest answer, 81.6 s
 MIN_ENCODE_SECONDS = 1  # shorter references are padded by the published engine ("the encoder errors otherwise")
 CONTEXT_FRAMES = 10  # frames on each side that a sample depends on: conv1 3, the first upsampling 1, its residual units 5, the rest 1
-TOOLS = ("torch", "transformers", "onnx", "onnxruntime", "onnxruntime-genai", "olive-ai", "safetensors", "numpy")
 SAMPLING = Sampling(temperature=0.8, top_p=0.8, top_k=30, greedy_temperature=GREEDY_TEMPERATURE)
 LIMITS = Limits(
     context_rows=CONTEXT_ROWS,
@@ -80,10 +73,10 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
         target=Target(recipe.device, recipe.precision),
         source=Source(found.id, found.revision, str(checkpoint.folder.resolve()), checkpoint.fingerprint()),
         licence=find_licence(checkpoint),
-        tools=tool_versions(),
+        tools=base.tool_versions(),
         recipe=recipe.record()
         | {"rope_theta": config.rope_theta, "text_embed_by": "rows streamed" if streams_table(checkpoint) else "Olive"},
-        dims=describe_dims(config),
+        dims=base.describe_dims(config),
         audio=Audio(config.num_codebooks, config.audio_vocab_size, config.codebook_size, config.boc_id, config.eoc_id),
         codec=Codec(codec.sample_rate, codec.hop_length, MIN_ENCODE_SECONDS * codec.sample_rate, CONTEXT_FRAMES),
         tokens=Tokens(
@@ -112,66 +105,8 @@ def describe(checkpoint: Checkpoint, vocabulary: Vocabulary, found: Found, recip
     return manifest
 
 
-def describe_dims(config) -> Dims:
-    """Sizes of a Qwen3 body, of whichever family's config."""
-    return Dims(
-        hidden_size=config.hidden_size,
-        text_vocab_size=config.text_vocab_size,
-        num_layers=config.num_layers,
-        num_heads=config.num_heads,
-        num_kv_heads=config.num_kv_heads,
-        head_dim=config.head_dim,
-        intermediate_size=config.intermediate_size,
-        max_position_embeddings=config.max_position_embeddings,
-    )
-
-
-def tool_versions() -> dict[str, str]:
-    return {"voxport": __version__} | {name: importlib.metadata.version(name) for name in TOOLS}
-
-
-@dataclass
-class Builder:
-    """Makes the parts of one target from one checkpoint into one folder; `isolated` runs each step in a child process."""
-
-    shop: Workshop
-    folder: BuildFolder
-    skip_extract: bool = False
-    isolated: bool = False
-
-    @property
-    def licences(self) -> str:
-        """The terms of what goes into the build, for the screen."""
-        return f"licence of the weights: {self.folder.manifest.licence.name}"
-
-    def build(self, name: str) -> bool:
-        """Make, check and install one part; False if the folder already holds it."""
-        recipe = self.shop.recipe.part_recipe(name, self.folder.manifest.source.fingerprint)
-        if self.folder.is_current(name, recipe):
-            return False
-        self.folder.clear_scratch()
-        with disk_full_explained(name, self.folder.folder):
-            if name == llm.DECODER:
-                self._provide_standalone()
-            graph = self._run(name, self.shop.make, name)
-            inputs, outputs = self._run(f"{name}: check", self.shop.check, name, graph)
-            self.folder.install(name, graph, Part(graph.name, recipe["precision"], {}, inputs, outputs, recipe))
-            self._bring_along(name, graph)
-        return True
-
-    def _bring_along(self, name: str, graph: Path) -> None:
-        """Take in what was made with a part."""
-        if name == llm.DECODER:
-            self.folder.copy_in(graph.with_name("genai_config.json"), "genai_config.json")
-
-    def _run(self, label: str, step: Callable, *arguments):
-        return run_in_child(label, step, *arguments) if self.isolated else step(*arguments)
-
-    def _provide_standalone(self) -> None:
-        if self.skip_extract:
-            llm.check_extracted(self.shop.checkpoint, self.shop.standalone, self.shop.recipe.body_block)
-        else:
-            self._run(f"{llm.DECODER}: extract", self.shop.extract)
+class Builder(base.Builder):
+    """Makes the parts of one target from one checkpoint into one folder."""
 
     def finish(self) -> None:
         """Copy what belongs to no part, tokenizer and licence; if no part is missing, let the build prove itself; put it in place."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from _ref import omnifish as ref
 from _ref.fish_codec import MAX_FRAMES
 from _ref.higgs import GREEDY_TEMPERATURE
-from voxport.build import higgs, llm
+from voxport.build import builder as base
+from voxport.build import llm
 from voxport.build.checkpoint import read_added_tokens
 from voxport.build.download import Found
 from voxport.build.folder import STANDALONE, BuildFolder, is_begun
@@ -47,7 +48,7 @@ CAP_SECONDS_PER_CHAR, CAP_SECONDS_PER_WIDE_CHAR = 0.17, 0.7  # twice the pace of
 INSTRUCT_TEMPLATE = "speaker:{spk} quality:{q}"
 
 
-class Builder(higgs.Builder):
+class Builder(base.Builder):
     """Makes the parts of one target from one checkpoint into one folder."""
 
     shop: Workshop
@@ -116,9 +117,9 @@ def describe(checkpoint: OmniFishCheckpoint, side: Mapping, found: Found, recipe
         source=Source(found.id, found.revision, str(checkpoint.folder.resolve()), checkpoint.fingerprint()),
         licence=find_licence(checkpoint.folder, LICENCE_FILE),
         codec_licence=find_licence(checkpoint.codec_folder, CODEC_LICENCE_FILE),
-        tools=higgs.tool_versions(),
+        tools=base.tool_versions(),
         recipe=recipe.record() | {"rope_theta": config.rope_theta},
-        dims=higgs.describe_dims(config),
+        dims=base.describe_dims(config),
         codebooks=Codebooks(list(ref.CODEBOOK_SIZES), ref.VOCAB, ref.MASK_ID, ref.END_ID, list(ref.PAD_IDS)),
         codec=codec,
         residual=describe_residual(checkpoint),

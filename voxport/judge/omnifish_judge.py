@@ -16,7 +16,14 @@ from voxport.build.omnifish_checkpoint import DECODE_ONLY, ENCODE_ONLY, OmniFish
 from voxport.build.omnifish_parts import RESIDUAL_PARTS
 from voxport.judge.finding import Finding, judge, not_judged
 from voxport.judge.levels import (
-    FORCED, GREEDY, PARTS, ROUNDED, WAVEFORM, Evidence, guarded, kl_divergence,
+    FORCED,
+    GREEDY,
+    PARTS,
+    ROUNDED,
+    WAVEFORM,
+    Evidence,
+    guarded,
+    kl_divergence,
 )  # fmt: skip
 from voxport.judge.listeners import Spoken
 from voxport.judge.omnifish_walk import Bench, Case, View, speak_cases, take_view
