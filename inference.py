@@ -7,7 +7,11 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, FAILED, UserError, WorkError, run_script, say
+from voxport.errors import DONE, FAILED, UserError, WorkError, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.families import FAMILIES, Family, resolve
 from voxport.files import sha256_file, write_json
 from voxport.manifest import MANIFEST_NAME, Manifest

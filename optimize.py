@@ -6,12 +6,16 @@ import sys
 import time
 from pathlib import Path
 
+from voxport.errors import DONE, UserError, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.build import higgs, omnifish_script
 from voxport.build.download import DEFAULT_ID, Found, find_checkpoint
 from voxport.build.omnifish_parts import COMPONENTS as OMNIFISH_COMPONENTS
 from voxport.build.plan import Plan, make_plan, remember_seconds
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
-from voxport.errors import DONE, UserError, run_script, say
 from voxport.families import OMNIFISH
 from voxport.progress import clock
 
@@ -100,7 +104,7 @@ def build_higgs(args: argparse.Namespace, found: Found, output: Path) -> int:
     say(f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav")
     if args.json:
         parts = {n: sum(r.bytes for r in p.files.values()) for n, p in builder.folder.manifest.parts.items()}
-        print(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}))
+        say(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}), sys.stdout)
     return DONE
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import os
 import struct
 import wave
 from pathlib import Path
@@ -259,7 +260,7 @@ def test_an_interrupted_write_leaves_the_old_file_and_no_other(stop, tmp_path, m
     path.write_bytes(b"old")
 
     def fail(file, samples):
-        Path(file.name).write_bytes(b"half")
+        os.write(file.name, b"half")
         raise stop
 
     monkeypatch.setattr(soundfile.SoundFile, "write", fail)

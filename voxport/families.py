@@ -28,7 +28,7 @@ FAMILIES = {
 
 def find_family(name: typing.Any, where: str) -> Family:
     """The family of that name; UserError lists the known ones."""
-    if name not in FAMILIES:
+    if not isinstance(name, str) or name not in FAMILIES:
         raise UserError(f"{where}: family is {name!r}; this version knows {', '.join(FAMILIES)}")
     return FAMILIES[name]
 

@@ -7,6 +7,8 @@ one frozen dataclass; reading checks every key and type and names the one that i
 from __future__ import annotations
 
 import dataclasses
+import math
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -15,9 +17,14 @@ from pathlib import Path
 from voxport.errors import UserError
 from voxport.families import HIGGS as HIGGS
 from voxport.families import find_family, resolve
-from voxport.files import check_plain_name, read_json, sha256_file, write_json
+from voxport.files import check_plain_name, is_file, read_json, sha256_file, write_json
 
 SCHEMA_VERSION = 1
+LARGEST = 1 << 24  # of any size, count or id: no model comes near, and what is made from it still fits in memory
+MOST_LAYERS = 1 << 12
+NEVER_ZERO = {"hidden_size", "text_vocab_size", "num_layers", "num_heads", "num_kv_heads", "head_dim", "num_codebooks", "vocab_size",
+              "codebook_size", "sample_rate", "hop_length", "context_rows", "max_rows", "block_size", "steps"}  # fmt: skip
+FREE = {"tokens", "source", "tools", "recipe", "proof", "parts", "files"}  # sections whose numbers are ids, facts or checked elsewhere
 MANIFEST_NAME = "manifest.json"
 
 
@@ -207,7 +214,7 @@ class BuildManifest:
         UserError if absent, of another schema or an unknown family, or wrong in any key.
         """
         path = Path(folder) / MANIFEST_NAME
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{folder} holds no {MANIFEST_NAME}: not a finished build; make one with optimize.py")
         data = read_json(path, "manifest")
         if data.get("schema_version") != SCHEMA_VERSION:
@@ -216,6 +223,7 @@ class BuildManifest:
         kind = resolve(find_family(data.get("family"), str(path)).manifest)
         manifest = decode(kind, data, str(path))
         manifest._check_names(str(path))
+        check_numbers(manifest, str(path))
         return manifest
 
     def write(self, folder: Path) -> None:
@@ -229,6 +237,9 @@ class BuildManifest:
         return self.parts[name]
 
     def _check_names(self, where: str) -> None:
+        for name, template in dataclasses.asdict(self.kv_cache).items():
+            if name != "dtype" and (template.count("{}") != 1 or template.count("{") + template.count("}") != 2):
+                raise UserError(f"{where}: kv_cache: {name} must hold {{}} once, where the layer's number goes, not {template[:40]!r}")
         for name in self.files:
             check_plain_name(name, f"{where}: files")
         for part_name, part in self.parts.items():
@@ -265,6 +276,27 @@ class Manifest(BuildManifest):
     proof: Proof | None = None
 
 
+def check_numbers(section: typing.Any, where: str) -> None:
+    """UserError naming the first number of a manifest that no model has: negative, beyond `LARGEST`, not finite, or zero where
+    something is divided or counted by it. What is asked of memory later follows from these numbers."""
+    for f in dataclasses.fields(section):
+        value, place = getattr(section, f.name), f"{where}: {f.name}"
+        if f.name in FREE:
+            continue
+        if dataclasses.is_dataclass(value):
+            check_numbers(value, place)
+        for number in value if isinstance(value, list) else [value]:
+            _check_number(number, f.name, place)
+
+
+def _check_number(number: typing.Any, name: str, where: str) -> None:
+    if isinstance(number, bool) or not isinstance(number, (int, float)):
+        return
+    most = MOST_LAYERS if name == "num_layers" else LARGEST
+    if not math.isfinite(number) or not (1 if name in NEVER_ZERO else 0) <= number <= most:
+        raise UserError(f"{where} is {number}, which no model has; build it again, or do not trust it")
+
+
 def record_file(path: Path) -> FileRecord:
     """Size and hash of a finished file."""
     return FileRecord(path.stat().st_size, sha256_file(path))
@@ -274,8 +306,10 @@ def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
     """Compare size and SHA-256 of each file with its record; UserError names the first that differs or is missing."""
     for name, record in files.items():
         path = Path(folder) / name
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{path} is missing; build it again or copy the whole folder")
+        if os.path.realpath(path.parent) != os.path.dirname(os.path.realpath(path)):
+            raise UserError(f"{path} is a link to a file outside of the folder; copy the folder with the files themselves (cp -rL)")
         size = path.stat().st_size
         if size != record.bytes:
             raise UserError(f"{path} has {size} bytes, the manifest says {record.bytes}; build it again or copy it again")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 import time
 from pathlib import Path
 
@@ -60,7 +61,7 @@ def build(args: argparse.Namespace, found: Found, output: Path) -> int:
     say(f'built {output}: python inference.py --model-path {output} --text "..." --out x.wav')
     if args.json:
         sizes = {name: sum(r.bytes for r in part.files.values()) for name, part in builder.folder.manifest.parts.items()}
-        print(json.dumps({"output": str(output), "seconds": seconds, "bytes": sizes}))
+        say(json.dumps({"output": str(output), "seconds": seconds, "bytes": sizes}), sys.stdout)
     return DONE
 
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from voxport.errors import UserError
+from voxport.files import is_same_file
 from voxport.manifest import MANIFEST_NAME
 from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
 from voxport.run.higgs import BATCH
@@ -107,6 +109,8 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """What can be said about the flags alone; UserError before any file is read."""
+    if arguments.json not in (None, STDOUT):
+        check_output(arguments.json, ".json")
     if arguments.selftest or arguments.verify or arguments.list_voices or arguments.delete_voice is not None:
         return
     if arguments.batch < 1:
@@ -138,13 +142,19 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         check_output(arguments.out, *FORMATS)
     if arguments.save_codes is not None:
         check_output(arguments.save_codes, ".npz")
-    if arguments.json not in (None, STDOUT):
-        check_output(arguments.json, ".json")
     if arguments.stream is None:
         if arguments.raw:
             raise UserError("--raw goes with --stream")
     elif arguments.stream != STDOUT:
-        check_output(arguments.stream, ".raw" if arguments.raw else ".wav")
+        check_output(arguments.stream, ".raw" if arguments.raw else ".wav", pipe=True)
+    refuse_loss(arguments.ref_audio, out=arguments.out, stream=arguments.stream)
+
+
+def refuse_loss(reference: str | None, **targets: str | None) -> None:
+    """UserError if the recording to be heard is a file that would be written over."""
+    for flag, target in targets.items():
+        if reference is not None and target not in (None, STDOUT) and is_same_file(reference, target):
+            raise UserError(f"--{flag} {target} is the recording of the voice itself; choose another name, it would be lost")
 
 
 def read_form(arguments: argparse.Namespace) -> Form:
@@ -155,7 +165,17 @@ def read_form(arguments: argparse.Namespace) -> Form:
 def read_wish(arguments: argparse.Namespace, text: str) -> Wish:
     """What the flags ask for."""
     names = ("ref_audio", "ref_text", "temperature", "top_k", "top_p", "seed", "max_frames", "tags")
-    return Wish(text, **{name: getattr(arguments, name) for name in names})
+    given = {name: getattr(arguments, name) for name in names}
+    return Wish(as_typed(text), **given | {"ref_text": as_typed(given["ref_text"])})
+
+
+def as_typed(text: str | None) -> str | None:
+    """Text of the command line as its bytes say in UTF-8, where Python was told to read them as ASCII (locale C without UTF-8 mode)."""
+    undecoded = text is not None and any("\udc80" <= character <= "\udcff" for character in text)
+    try:
+        return os.fsencode(text).decode("utf-8") if undecoded else text
+    except UnicodeError:  # no UTF-8 after all: the check of the text says so
+        return text
 
 
 def find_build(model_path: str | None) -> Path:

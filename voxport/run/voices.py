@@ -6,6 +6,7 @@ NAME/<build key>.npz     what one build on one provider made of it: codes, and k
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -121,7 +122,9 @@ class Shelf:
         try:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             write_arrays(self.folder / name / SOURCE, facts, {"samples": reference.samples})
-        except OSError as error:
+        except (OSError, UserError) as error:
+            with contextlib.suppress(OSError):  # it was there before, or was never made
+                (self.folder / name).rmdir()
             raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir") from None
         self._keep(name, build_key(speaker, reference, ref_text), voice)
         return voice
