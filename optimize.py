@@ -17,6 +17,7 @@ from voxport.build.omnifish_parts import COMPONENTS as OMNIFISH_COMPONENTS
 from voxport.build.plan import Plan, make_plan, remember_seconds
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
 from voxport.families import OMNIFISH
+from voxport.files import check_folder
 from voxport.progress import clock
 
 
@@ -75,8 +76,7 @@ def build(builder: higgs.Builder, components: tuple[str, ...], plan: Plan) -> di
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     output = args.output or Path("onnx") / f"{args.device}_{args.precision}"
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
+    check_folder(output, "--output")
     found = find_checkpoint(args.checkpoint, Path("model"), args.skip_download)
     if omnifish_script.choose_family(args, found.folder) == OMNIFISH:
         return omnifish_script.build(args, found, output)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 BY_SIGNAL = 128  # added to the number of the signal that ended a script, as shells do: 130 for Ctrl-C, 143 for SIGTERM
+LONGEST_LINE = 2000  # characters of a message
 PATIENCE = 1.0  # seconds for which further signals are ignored, so that an impatient user does not cut the cleaning short
 STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}
 
@@ -73,7 +74,7 @@ def run_script(script: Callable[[list[str]], int], argv: list[str] | None = None
         with stoppable():
             return script(sys.argv[1:] if argv is None else argv)
     except UserError as error:
-        say(f"error: {error}")
+        say(f"error: {one_line(error)}")
         return error.code
     except KeyboardInterrupt as stop:
         number = getattr(stop, "number", signal.SIGINT)
@@ -116,6 +117,12 @@ def stoppable() -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def one_line(error: BaseException) -> str:
+    """The message without line breaks; some tools put whole tensors into theirs, which nobody reads to the end."""
+    message = " ".join(str(error).splitlines())
+    return message if len(message) <= LONGEST_LINE else f"{message[:LONGEST_LINE]} ..."
 
 
 def describe(error: OSError) -> str:

@@ -44,6 +44,28 @@ def is_file(path: str | os.PathLike) -> bool:
         return False
 
 
+def is_folder(path: str | os.PathLike) -> bool:
+    """Whether a folder can be seen there."""
+    try:
+        return Path(path).is_dir()
+    except (OSError, ValueError):
+        return False
+
+
+def check_folder(path: str | os.PathLike, flag: str) -> Path:
+    """The path of a folder to be made or filled; UserError before any work if it can be none, or its name is no text."""
+    path = Path(path)
+    try:
+        str(path).encode("utf-8")  # graphs and JSON spell it
+        if os.path.lexists(path) and os.stat(path) and not path.is_dir():
+            raise UserError(f"{flag} {path} is a file; name a folder")
+    except FileNotFoundError:  # a link to a folder that will be made
+        pass
+    except (OSError, ValueError) as error:
+        raise UserError(f"{flag} {path} cannot be a folder ({error}); choose another name") from None
+    return path
+
+
 def is_same_file(one: str | os.PathLike, other: str | os.PathLike) -> bool:
     """Whether two names lead to one file that is there."""
     try:

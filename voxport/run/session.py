@@ -132,7 +132,10 @@ def _options(engine: Engine) -> ort.SessionOptions:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, MemoryError) or "bad_alloc" in line or "Failed to allocate memory" in line:
+        return f"memory ran out ({line}); close other programs, raise the limit of this process, or take a smaller build (int4)"
+    return line
 
 
 class Graph:

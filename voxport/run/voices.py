@@ -21,7 +21,7 @@ from typing import Protocol
 import numpy as np
 import onnxruntime as ort
 
-from voxport.errors import UserError, WorkError
+from voxport.errors import BAD_INPUT, UserError, WorkError
 from voxport.files import atomic_path
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference
@@ -125,7 +125,8 @@ class Shelf:
         except (OSError, UserError) as error:
             with contextlib.suppress(OSError):  # it was there before, or was never made
                 (self.folder / name).rmdir()
-            raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir") from None
+            code = getattr(error, "code", BAD_INPUT)
+            raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir", code) from None
         self._keep(name, build_key(speaker, reference, ref_text), voice)
         return voice
 
