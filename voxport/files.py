@@ -16,6 +16,7 @@ from voxport.errors import UserError, WorkError
 LONGEST_NAME = 255  # bytes of a file's name on nearly every system
 SHORT_NAME = 32  # characters of it that a temporary name shows: with what is added it stays within the longest
 LARGEST_JSON = 1 << 28  # bytes; the tokenizers of large models have some 10 MB
+BY_EFFECT = os.access in os.supports_effective_ids  # ask for the user that this process acts for
 HASH_CHUNK = 1 << 20  # bytes read at a time: large enough to be I/O bound, small enough for any machine
 
 
@@ -57,9 +58,9 @@ def check_folder(path: str | os.PathLike, flag: str) -> Path:
     path = Path(path)
     try:
         str(path).encode("utf-8")  # graphs and JSON spell it
-        if os.path.lexists(path) and os.stat(path) and not path.is_dir():
+        if not stat.S_ISDIR(os.stat(path).st_mode):
             raise UserError(f"{flag} {path} is a file; name a folder")
-    except FileNotFoundError:  # a link to a folder that will be made
+    except FileNotFoundError:  # it will be made
         pass
     except (OSError, ValueError) as error:
         raise UserError(f"{flag} {path} cannot be a folder ({error}); choose another name") from None
@@ -83,7 +84,7 @@ def check_target(path: str | os.PathLike, pipe: bool = False) -> Path:
     try:
         mode = os.stat(path).st_mode if os.path.lexists(path) and os.path.exists(path) else stat.S_IFREG
         home = Path(os.path.realpath(path)).parent
-        fits = os.stat(home) and os.access(home, os.W_OK) and len(os.fsencode(path.name)) <= LONGEST_NAME
+        fits = stat.S_ISDIR(os.stat(home).st_mode) and os.access(home, os.W_OK, effective_ids=BY_EFFECT) and len(os.fsencode(path.name)) <= LONGEST_NAME
     except (OSError, ValueError):
         mode, fits = stat.S_IFREG, False
     if not fits or stat.S_ISDIR(mode):

@@ -214,6 +214,8 @@ class BuildManifest:
         UserError if absent, of another schema or an unknown family, or wrong in any key.
         """
         path = Path(folder) / MANIFEST_NAME
+        if any("\ud800" <= c <= "\udfff" for c in str(folder)):  # neither ONNX Runtime nor tokenizers could open it
+            raise UserError(f"{folder} is not spelt in UTF-8 here; set PYTHONUTF8=1, or rename the folder")
         if not is_file(path):
             raise UserError(f"{folder} holds no {MANIFEST_NAME}: not a finished build; make one with optimize.py")
         data = read_json(path, "manifest")

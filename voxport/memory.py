@@ -72,7 +72,8 @@ def _room(version: int, place: Path) -> float | None:
 
 def _cached(statistics: Path, kinds: tuple[str, ...]) -> float:
     try:
-        facts = dict(line.split() for line in statistics.read_text(encoding="ascii").splitlines())
+        lines = statistics.read_text(encoding="ascii").splitlines()
+        facts = dict(fields for line in lines if len(fields := line.split()) == 2)
         return sum(float(facts.get(kind, 0)) for kind in kinds)
     except (OSError, ValueError):
         return 0.0

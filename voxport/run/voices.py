@@ -22,7 +22,7 @@ import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import BAD_INPUT, UserError, WorkError
-from voxport.files import atomic_path
+from voxport.files import atomic_path, is_folder
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference
 from voxport.run.delay import check_codes
@@ -100,7 +100,7 @@ class Shelf:
 
     def names(self) -> list[str]:
         """Names of the saved voices, sorted."""
-        return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}"))
+        return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}")) if is_folder(self.folder) else []
 
     def list(self) -> dict[str, dict]:
         """Name -> seconds and transcript; a voice that cannot be read is listed with its fault."""
