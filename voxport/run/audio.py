@@ -32,6 +32,7 @@ LOUDEST = 10.0  # beyond, float samples were never scaled: they are 16-bit integ
 FULL_SCALE = 0.999  # samples at or above count as clipped; converters rarely stop exactly at 1
 CLIPPED_WARN = 0.001  # share of clipped samples from which a reference is heard as distorted
 LEVEL_WARN_DBFS = -45.0  # below, the clone follows the noise of the recording more than its voice
+END_SECONDS, ABRUPT_DB = 0.02, 10.0  # a recording that is this little softer at its end was cut while somebody spoke
 LOWEST_RATE, HIGHEST_RATE = 1000, 768_000  # Hz; beyond lies no recording of a voice, and a kernel that fills the memory
 SINC_ZEROS, SINC_ROLLOFF = 6, 0.99  # torchaudio's defaults, with which the reference resamples
 RESAMPLE_BLOCK = 1 << 15  # output samples at a time, to bound the memory
@@ -157,6 +158,10 @@ def check_voice(clip: Clip, name: str, limits: Limits) -> tuple[str, ...]:
         warnings.append(f"reference {name} is very quiet ({level_dbfs(clip.samples):.0f} dBFS); the clone may be too")
     if clip.clipped > CLIPPED_WARN:
         warnings.append(f"reference {name} is clipped ({clip.clipped:.1%} of its samples); the clone may sound harsh")
+    end = clip.samples[-max(1, round(END_SECONDS * clip.rate)) :]
+    if level_dbfs(end) > level_dbfs(clip.samples) - ABRUPT_DB:
+        warnings.append(f"reference {name} breaks off in the middle of sound; the speech may begin or end with a piece of it: "
+                        "let it end in silence")  # fmt: skip
     return tuple(warnings)
 
 
