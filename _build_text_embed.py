@@ -5,13 +5,17 @@ import sys
 import time
 from pathlib import Path
 
+from voxport.errors import DONE, UserError, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.build.check import CHECKS, PartSession
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.folder import BuildFolder
 from voxport.build.higgs import COMPONENTS, stream_text_embed
 from voxport.build.parts import TEXT_EMBED, plan_parts
 from voxport.build.prove import prove_whole
-from voxport.errors import DONE, UserError, run_script, say
 from voxport.manifest import HIGGS, Manifest, Part
 
 

@@ -9,7 +9,11 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from voxport.errors import DONE, FAILED, UserError, run_script, say
+from voxport.errors import DONE, FAILED, UserError, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.judge.diagnose import Dissection, Lab, NodeFinding, PartFinding, judge_parts, save_node, stand_in
 from voxport.run.audio import check_output
 from voxport.run.proof import machine_name

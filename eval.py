@@ -5,8 +5,12 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, FAILED, UserError, run_script, say
-from voxport.files import write_json
+from voxport.errors import DONE, FAILED, UserError, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
+from voxport.files import check_target, write_json
 from voxport.judge import report
 from voxport.judge.finding import PASS, verdict
 from voxport.judge.listeners import Resemblyzer, Whisper
@@ -97,6 +101,9 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     if args.frames < 1:
         raise UserError(f"--frames must be at least 1, not {args.frames}")
+    for path in (args.output, args.html):  # known before hours of work
+        if path is not None:
+            check_target(path)
     trials = [try_folder(folder, args) for folder in (args.model_path, args.compare) if folder is not None]
     results = [trial.result for trial in trials]
     if args.output:
@@ -104,7 +111,7 @@ def main(argv: list[str]) -> int:
     if args.html:
         write_page(args.html, results[0], beside(trials))
     if args.json:
-        print(json.dumps(results[0] if len(results) == 1 else {"builds": results}))
+        say(json.dumps(results[0] if len(results) == 1 else {"builds": results}), sys.stdout)
     return DONE if all(verdict(trial.findings) == PASS for trial in trials) else FAILED
 
 

@@ -4,7 +4,11 @@
 import argparse
 import sys
 
-from voxport.errors import DONE, FAILED, run_script
+from voxport.errors import DONE, FAILED, run_script, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.run.cli import check_arguments, find_build, make_parser
 from voxport.run.player import PipeClosed, silence_stdout
 from voxport.run.verbs import Build, save_voice, selftest, speak, speak_lines, tell, tend_voices, verify

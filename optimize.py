@@ -5,12 +5,17 @@ import json
 import sys
 from pathlib import Path
 
+from voxport.errors import DONE, run_script, say, start_quietly
+
+if __name__ == "__main__":
+    start_quietly()
+
 from voxport.build.download import DEFAULT_ID, find_checkpoint
 from voxport.build.job import Job, all_components, choose_family, make_parts
 from voxport.build.plan import Plan
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
-from voxport.errors import DONE, UserError, run_script, say
 from voxport.families import FAMILIES
+from voxport.files import check_folder
 
 
 def parser() -> argparse.ArgumentParser:
@@ -49,8 +54,7 @@ def component_list(text: str) -> tuple[str, ...]:
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     output = args.output or Path("onnx") / f"{args.device}_{args.precision}"
-    if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder")
+    check_folder(output, "--output")
     found = find_checkpoint(args.checkpoint, Path("model"), args.skip_download)
     job = FAMILIES[choose_family(args, found.folder)].builder.make_job(args, found)
     components = job.choose(args.components)
@@ -71,7 +75,7 @@ def build(job: Job, components: tuple[str, ...], plan: Plan, output: Path, in_js
     say(f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav")
     if in_json:
         parts = {n: sum(r.bytes for r in p.files.values()) for n, p in builder.folder.manifest.parts.items()}
-        print(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}))
+        say(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}), sys.stdout)
     return DONE
 
 

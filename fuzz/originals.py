@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 
 from fuzz.mutate import mutate_bytes, mutate_json, mutate_safetensors
-from voxport.build.checkpoint import INDEX, Checkpoint, read_vocabulary
+from voxport.build.checkpoint import Checkpoint, read_vocabulary
 from voxport.build.download import Found
 from voxport.build.omnifish import describe
 from voxport.build.omnifish_checkpoint import OmniFishCheckpoint, read_recipe, read_side

@@ -147,29 +147,6 @@ def test_time_left_is_last_times_or_goes_by_size():
     assert made.seconds_left((), {"a": 2.0}) == 0
 
 
-@pytest.mark.parametrize(
-    "files, room",
-    [
-        ({"memory.max": "3000", "memory.current": "1000"}, 2000),
-        ({"memory.max": "max", "memory.current": "1000"}, None),
-        ({"memory/memory.limit_in_bytes": "5000", "memory/memory.usage_in_bytes": "1000"}, 4000),
-        ({}, None),
-    ],
-    ids=["v2", "v2_unlimited", "v1", "none"],
-)
-def test_the_limit_of_a_container_counts(files, room, tmp_path):
-    (tmp_path / "memory").mkdir()
-    for name, text in files.items():
-        (tmp_path / name).write_text(text + "\n", encoding="ascii")
-    assert plan._group_room(tmp_path) == room
-
-
-def test_a_limit_of_this_process_counts(monkeypatch):
-    resource = pytest.importorskip("resource")
-    monkeypatch.setattr(resource, "getrlimit", lambda kind: (12345, 12345) if kind == resource.RLIMIT_DATA else (-1, -1))
-    assert plan.available_memory() == 12345
-
-
 def test_free_disk_is_asked_where_the_folder_will_lie(tmp_path):
     assert plan.free_disk(tmp_path / "not" / "yet") == pytest.approx(plan.free_disk(tmp_path), rel=0.5)
 

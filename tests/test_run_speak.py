@@ -30,6 +30,7 @@ from voxport.errors import UserError, WorkError
 from voxport.manifest import Sampling
 from voxport.run.audio import to_pcm16
 from voxport.run.higgs import Speaker
+from voxport.run.request import Wish
 from voxport.run.session import Engine
 
 MANIFEST = make_manifest()
@@ -94,9 +95,40 @@ def test_endless_sameness_is_cut_and_the_speech_before_it_kept():
     assert speech.codes[N:, 0].tolist() == [r % 5 for r in range(N, 30)]
 
 
-def test_greedy_speech_has_no_guard_against_sameness():
-    speech = make_speaker(audio_heads=stuck(30)).speak("Hello", max_frames=90, temperature=0)
-    assert (speech.finish_reason, len(speech.codes)) == ("length", 90)
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"top_k": 1}])
+def test_greedy_speech_warns_and_keeps_the_guard_against_sameness(options):
+    speech = make_speaker(audio_heads=stuck(30)).speak("Hello", max_frames=90, **options)
+    assert (speech.finish_reason, len(speech.codes)) == ("plateau", 30)
+    assert any("tends to get stuck" in warning for warning in speech.warnings)
+
+
+def fading_codec(limit):
+    """A codec that is loud where the second codebook is below `limit`, and gives room tone elsewhere."""
+
+    def wave(feeds):
+        codes = np.repeat(feeds["codes"][0, 1], HOP)
+        return {"waveform": (np.where(codes < limit, 0.5, 0.001) * (1 - np.arange(len(codes)) % 2 * 2))[None, None]}
+
+    session = codec_session()
+    session.compute = wave
+    return session
+
+
+@pytest.mark.parametrize("streamed", [False, True])
+@pytest.mark.parametrize("reason", ["length", "eoc"])
+def test_speech_that_runs_into_silence_until_the_cap_loses_it_and_speech_that_ends_keeps_it(reason, streamed):
+    end = 60 if reason == "eoc" else 10**6
+    heads = heads_session(lambda r: [V - 1, 1, 1] if r == end else [r % 3, 0 if r < 21 else 7, r % 5])  # frame 20 is the last loud one
+    manifest = dataclasses.replace(MANIFEST, codec=dataclasses.replace(MANIFEST.codec, sample_rate=10 * HOP))
+    made = make_speaker(manifest, audio_heads=heads, audio_tokenizer=fading_codec(5))
+    stream = made.stream(Wish("Hello", max_frames=90, seed=1), progress=False)
+    joined = np.concatenate(list(stream))
+    speech = stream.speech
+    frames = 60 if reason == "eoc" else 20 + 3  # 0.3 s at 10 frames a second
+    assert (speech.finish_reason, len(speech.codes), len(speech.rows)) == (reason, frames, frames + N - 1)
+    assert len(speech.samples) == frames * HOP
+    assert np.array_equal(joined if streamed else speech.faded(), speech.faded())
+    assert np.abs(speech.samples[: 20 * HOP]).min() == 0.5
 
 
 def test_a_pause_shorter_than_the_guard_survives():

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 import types
 import typing
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from pathlib import Path
 from voxport.errors import UserError
 from voxport.families import HIGGS as HIGGS
 from voxport.families import find_family, resolve
-from voxport.files import check_plain_name, read_json, sha256_file, write_json
+from voxport.files import check_plain_name, is_file, read_json, sha256_file, write_json
 from voxport.manifest_values import check_values
 
 SCHEMA_VERSION = 1
@@ -211,7 +212,9 @@ class BuildManifest:
         UserError if absent, of another schema or an unknown family, or wrong in any key.
         """
         path = Path(folder) / MANIFEST_NAME
-        if not path.is_file():
+        if any("\ud800" <= c <= "\udfff" for c in str(folder)):  # neither ONNX Runtime nor tokenizers could open it
+            raise UserError(f"{folder} is not spelt in UTF-8 here; set PYTHONUTF8=1, or rename the folder")
+        if not is_file(path):
             raise UserError(f"{folder} holds no {MANIFEST_NAME}: not a finished build; make one with optimize.py")
         data = read_json(path, "manifest")
         if data.get("schema_version") != SCHEMA_VERSION:
@@ -234,6 +237,9 @@ class BuildManifest:
         return self.parts[name]
 
     def _check_names(self, where: str) -> None:
+        for name, template in dataclasses.asdict(self.kv_cache).items():
+            if name != "dtype" and (template.count("{}") != 1 or template.count("{") + template.count("}") != 2):
+                raise UserError(f"{where}: kv_cache: {name} must hold {{}} once, where the layer's number goes, not {template[:40]!r}")
         for name in self.files:
             check_plain_name(name, f"{where}: files")
         for part_name, part in self.parts.items():
@@ -279,8 +285,10 @@ def verify_files(folder: Path, files: dict[str, FileRecord]) -> None:
     """Compare size and SHA-256 of each file with its record; UserError names the first that differs or is missing."""
     for name, record in files.items():
         path = Path(folder) / name
-        if not path.is_file():
+        if not is_file(path):
             raise UserError(f"{path} is missing; build it again or copy the whole folder")
+        if os.path.realpath(path.parent) != os.path.dirname(os.path.realpath(path)):
+            raise UserError(f"{path} is a link to a file outside of the folder; copy the folder with the files themselves (cp -rL)")
         size = path.stat().st_size
         if size != record.bytes:
             raise UserError(f"{path} has {size} bytes, the manifest says {record.bytes}; build it again or copy it again")

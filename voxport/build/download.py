@@ -10,7 +10,7 @@ from pathlib import Path
 
 from voxport.build.fetch import fetch, partial_path, size_of
 from voxport.errors import UserError, WorkError
-from voxport.files import free_disk
+from voxport.files import free_disk, is_folder
 
 DEFAULT_ID = "bosonai/higgs-audio-v3-tts-4b"
 DEMO = "demo"
@@ -36,7 +36,7 @@ def find_checkpoint(name: str, model_dir: Path, skip_download: bool) -> Found:
     """
     if name == DEMO:
         return Found(DEMO, None, DEMO_FOLDER)
-    if name and Path(name).is_dir():
+    if name and is_folder(name):
         return Found(name, None, Path(name))
     if not HUB_ID.fullmatch(name) or ".." in name or "--" in name:
         raise UserError(f"checkpoint {name!r} is neither 'demo', nor an existing folder, nor a hub id of the form owner/name")

@@ -21,6 +21,7 @@ from voxport.build.recipes import Recipe
 from voxport.build.workshop import streams_table
 from voxport.errors import UserError
 from voxport.files import free_disk, read_json, write_json
+from voxport.memory import available_memory
 from voxport.run.trust import cache_folder
 
 GB = 1e9
@@ -109,40 +110,6 @@ def rounded_bytes(form) -> float:
 
 def machine(output: Path) -> Machine:
     return Machine(available_memory(), free_disk(output))
-
-
-def available_memory() -> float | None:
-    """Bytes that a new process may take: what the system calls available, or less if this process or its group is limited."""
-    found = [_meminfo(), _group_room(), _own_limit()]
-    return min((value for value in found if value is not None), default=None)
-
-
-def _meminfo() -> float | None:
-    try:
-        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) * 1024.0 for line in lines if line.startswith("MemAvailable")), None)
-
-
-def _group_room(root: Path = Path("/sys/fs/cgroup")) -> float | None:
-    """Room under a container's limit: version 2 of control groups, then version 1."""
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        try:
-            most, taken = ((root / name).read_text(encoding="ascii").strip() for name in (limit, used))
-            return float(most) - float(taken) if most != "max" else None
-        except (OSError, ValueError):
-            continue
-    return None
-
-
-def _own_limit() -> float | None:
-    try:
-        import resource
-    except ImportError:  # Windows
-        return None
-    limits = [resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_DATA, resource.RLIMIT_AS)]
-    return min((float(limit) for limit in limits if limit != resource.RLIM_INFINITY), default=None)
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,10 @@ import numpy as np
 import soundfile
 
 from voxport.errors import UserError, WorkError
-from voxport.files import atomic_path
+from voxport.files import atomic_path, check_target, is_file
 from voxport.manifest import Codec, Limits
 
+BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends otherwise
 READ_BLOCK = 1 << 18  # samples of all channels read at a time, so that channels are averaged before they fill the memory
 PCM16_PEAK, PCM24_PEAK = 32767, 8388607
 ENCODINGS = ("pcm16", "pcm24", "float")  # of WAV; FLAC holds the first two
@@ -31,6 +32,7 @@ LOUDEST = 10.0  # beyond, float samples were never scaled: they are 16-bit integ
 FULL_SCALE = 0.999  # samples at or above count as clipped; converters rarely stop exactly at 1
 CLIPPED_WARN = 0.001  # share of clipped samples from which a reference is heard as distorted
 LEVEL_WARN_DBFS = -45.0  # below, the clone follows the noise of the recording more than its voice
+END_SECONDS, ABRUPT_DB = 0.02, 10.0  # a recording that is this little softer at its end was cut while somebody spoke
 LOWEST_RATE, HIGHEST_RATE = 1000, 768_000  # Hz; beyond lies no recording of a voice, and a kernel that fills the memory
 SINC_ZEROS, SINC_ROLLOFF = 6, 0.99  # torchaudio's defaults, with which the reference resamples
 RESAMPLE_BLOCK = 1 << 15  # output samples at a time, to bound the memory
@@ -86,10 +88,10 @@ def _pair(source: tuple) -> tuple:
 
 def read_clip(path: str | os.PathLike, max_seconds: float) -> Clip:
     """Read a sound file as mono, its channels averaged. Its length is checked in the header before and while reading."""
-    if not Path(path).is_file():
+    if not is_file(path):
         raise UserError(f"reference {path} does not exist or is not a file")
     try:
-        with soundfile.SoundFile(path) as file:
+        with open_sound(path) as file:
             _check_header(file.frames, file.samplerate, str(path), max_seconds)
             return _mix(_blocks(file, str(path), max_seconds), file.samplerate)
     except (soundfile.SoundFileError, OSError) as error:
@@ -160,6 +162,10 @@ def check_voice(clip: Clip, name: str, limits: Limits) -> tuple[str, ...]:
         warnings.append(f"reference {name} is very quiet ({level_dbfs(clip.samples):.0f} dBFS); the clone may be too")
     if clip.clipped > CLIPPED_WARN:
         warnings.append(f"reference {name} is clipped ({clip.clipped:.1%} of its samples); the clone may sound harsh")
+    end = clip.samples[-max(1, round(END_SECONDS * clip.rate)) :]
+    if level_dbfs(end) > level_dbfs(clip.samples) - ABRUPT_DB:
+        warnings.append(f"reference {name} breaks off in the middle of sound; the speech may begin or end with a piece of it: "
+                        "let it end in silence")  # fmt: skip
     return tuple(warnings)
 
 
@@ -216,14 +222,11 @@ def to_pcm24(samples: np.ndarray) -> np.ndarray:
     return np.rint(np.clip(samples, -1, 1).astype(np.float64) * PCM24_PEAK).astype(np.int32) << 8
 
 
-def check_output(path: str | os.PathLike, *suffixes: str) -> Path:
-    """The path to write to; UserError before any work if its folder is missing or read-only, or its ending is wrong."""
-    path = Path(path)
-    if path.suffix.lower() not in suffixes:
+def check_output(path: str | os.PathLike, *suffixes: str, pipe: bool = False) -> Path:
+    """The path to write to; UserError before any work if nothing can be written there, or its ending is wrong."""
+    if Path(path).suffix.lower() not in suffixes:
         raise UserError(f"{path} must end in {' or '.join(suffixes)}")
-    if path.is_dir() or not path.parent.is_dir() or not os.access(path.parent, os.W_OK):
-        raise UserError(f"cannot write {path}: it must be a file in a folder that exists and is writable")
-    return path
+    return check_target(path, pipe)
 
 
 @dataclass(frozen=True)
@@ -260,11 +263,24 @@ def write_sound(path: str | os.PathLike, samples: np.ndarray, rate: int, form: F
     try:
         with atomic_path(path) as temporary:
             kind = {"format": container, "subtype": subtype or SUBTYPES[form.encoding]}
-            with soundfile.SoundFile(temporary, "w", new_rate, 1, **kind) as file:
+            with soundfile.SoundFile(os.open(temporary, os.O_RDWR | BINARY), "w", new_rate, 1, **kind) as file:
                 for start in range(0, len(samples), WRITE_BLOCK):
                     file.write(samples[start : start + WRITE_BLOCK])
-    except (soundfile.SoundFileError, OSError) as error:
-        raise WorkError(f"cannot write {path}: {error}") from error
+            _check_written(temporary, len(samples))
+    except (soundfile.SoundFileError, AssertionError) as error:  # soundfile asserts that all was written
+        raise WorkError(f"cannot write {path}: {error or 'not all of it could be written'}; is the disk full?") from error
+
+
+def _check_written(path: Path, num_samples: int) -> None:
+    """Read back how long a file is: some encoders lose what a full disk does not take, and say nothing."""
+    with open_sound(path) as file:
+        if file.frames < num_samples:
+            raise soundfile.SoundFileError(f"only {file.frames} of {num_samples} samples were kept")
+
+
+def open_sound(path: str | os.PathLike) -> soundfile.SoundFile:
+    """A file to read, told by what it holds and not by its name, which may be any that the system has."""
+    return soundfile.SoundFile(os.open(path, os.O_RDONLY | BINARY))
 
 
 def _encode(samples: np.ndarray, subtype: str | None, encoding: str) -> np.ndarray:

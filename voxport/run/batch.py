@@ -22,7 +22,7 @@ from voxport.run.codec import Codec
 from voxport.run.decoder import Decoder
 from voxport.run.request import Request, Voice
 from voxport.run.speech import Stopwatch
-from voxport.run.stream import Playback
+from voxport.run.stream import Playback, Tail
 from voxport.run.take import EOC, Take
 from voxport.run.text import Prompt
 
@@ -60,13 +60,14 @@ class Performance:
     take: Take
     watch: Stopwatch
     playback: Playback
+    tail: Tail
     length: int = 0
     hidden: np.ndarray | None = field(default=None, repr=False)
 
     @classmethod
     def begin(cls, request: Request, cue: Cue, take: Take, watch: Stopwatch, codec: Codec) -> Performance:
         """An utterance of which nothing is spoken yet."""
-        return cls(request, cue, take, watch, Playback(take, codec))
+        return cls(request, cue, take, watch, Playback(take, codec), Tail(codec.figures))
 
     def add_row(self, logits: np.ndarray) -> None:
         """Roll the next row from its logits [N, V]."""
@@ -77,7 +78,8 @@ class Performance:
         self.watch.mark("first_row")
 
     def sound(self) -> Iterator[np.ndarray]:
-        """Samples [n] float32 of what has become final, the very end faded if speech was cut."""
+        """Samples [n] float32 of what has become final. Speech that was cut ends without the silence into which such speech
+        often runs, and is faded at the very end."""
         chunks = self.playback.ready()
         while True:
             with self.watch.lap("decode"):
@@ -85,8 +87,21 @@ class Performance:
             if chunk is None:
                 return
             self.watch.mark("first_sound")
-            cut = self.playback.is_over and self.take.finish_reason != EOC
-            yield fade_end(chunk, self.playback.sample_rate) if cut else chunk
+            sound = self.tail.join(chunk)
+            if self.playback.is_over:
+                sound = np.concatenate([sound, self._end()])
+                sound = sound if self.take.finish_reason == EOC else fade_end(sound, self.playback.sample_rate)
+            if len(sound):
+                yield sound
+
+    def _end(self) -> np.ndarray:
+        """What of the silence at the end is kept: all of it if speech ended by itself."""
+        silence = self.tail.held
+        if self.take.finish_reason == EOC:
+            return silence
+        dropped = max(0, len(silence) // self.tail.hop - self.tail.kept_frames)
+        self.take.drop(dropped)
+        return silence[: len(silence) - dropped * self.tail.hop]
 
 
 class Heard:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import onnxruntime as ort
+
+from voxport.errors import WorkError
 
 GROWTH = 256  # positions by which the memory grows, some 10 s of speech: few copies, and little that is never used
 DEVICE = 0  # ONNX Runtime numbers devices; sessions are opened on the first
@@ -27,17 +30,38 @@ class Store:
         self._tensors = [np.zeros((self.num_rows, self.num_heads, 0, self.head_dim), kind)] * num_tensors
 
     def reserve(self, positions: int) -> None:
-        """Make room for `positions` in every row. What is held stays; memory moves, one tensor at a time."""
+        """Make room for `positions` in every row, or in none (WorkError). What is held stays; memory moves."""
         if positions <= self.capacity:
             return
-        old, self.capacity = self.capacity, -(-positions // GROWTH) * GROWTH
-        for i, tensor in enumerate(self._tensors):
-            # zeros cost no memory until they are written: the system hands out pages at the first touch
-            grown = np.zeros((self.num_rows, self.num_heads, self.capacity, self.head_dim), self.kind)
-            if old:
-                grown[: self.used, :, :old] = self._fetch(tensor)[: self.used]
-            self._tensors[i] = self._place(grown)
+        capacity = -(-positions // GROWTH) * GROWTH
+        rooms = self._find_room(capacity)
+        if self.memory == "cpu":  # nothing can fail from here on, so that each old tensor may go as soon as it is copied
+            for i, room in enumerate(rooms):
+                self._tensors[i] = self._carry(i, room)
+        else:
+            self._tensors = [self._place(self._carry(i, room)) for i, room in enumerate(rooms)]
+        self.capacity = capacity
         self.bindings.clear()
+
+    def _find_room(self, capacity: int) -> list[np.ndarray]:
+        """Zeros for every tensor. WorkError, and nothing has changed, if there is no memory for all of them.
+
+        Zeros cost none until they are written: the system hands out pages at the first touch.
+        """
+        shape = (self.num_rows, self.num_heads, capacity, self.head_dim)
+        try:
+            return [np.zeros(shape, self.kind) for _ in self._tensors]
+        except (MemoryError, ValueError) as error:  # NumPy's name for a size beyond all addresses is ValueError
+            size = len(self._tensors) * math.prod(shape) * np.dtype(self.kind).itemsize / 1e9
+            raise WorkError(
+                f"no memory for {self.num_rows} texts of {capacity} positions ({size:.1f} GB): lower --batch, or shorten the text"
+            ) from error
+
+    def _carry(self, i: int, room: np.ndarray) -> np.ndarray:
+        """`room` with what tensor i holds."""
+        if self.capacity:
+            room[: self.used, :, : self.capacity] = self._fetch(self._tensors[i])[: self.used]
+        return room
 
     def bind(self, binding: ort.IOBinding, past: list[str], present: list[str], row: int, count: int) -> None:
         """Bind `count` rows from `row` on as past and as present."""

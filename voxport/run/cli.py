@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 
 from voxport.errors import UserError
 from voxport.families import FAMILIES
+from voxport.files import is_same_file
 from voxport.manifest import MANIFEST_NAME
 from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
 from voxport.run.batch import BATCH
@@ -15,6 +17,7 @@ from voxport.run.player import STDOUT
 from voxport.run.text import TAG_POLICIES
 
 BUILDS = Path("onnx")
+TYPED = ("text", "ref_text", "instruct", "before", "after")  # flags that hold words
 
 
 class Once(argparse.Action):
@@ -117,8 +120,12 @@ def add_checks(parser: argparse.ArgumentParser) -> None:
 
 def check_arguments(arguments: argparse.Namespace) -> None:
     """What can be said about the flags alone; UserError before any file is read. Notes in `has_text` whether there is anything to
-    speak, however it was given."""
+    speak, however it was given, and reads texts as they were typed."""
     arguments.has_text = any(getattr(arguments, flag) is not None for flag in text_flags())
+    for name in TYPED:
+        setattr(arguments, name, as_typed(getattr(arguments, name)))
+    if arguments.json not in (None, STDOUT):
+        check_output(arguments.json, ".json")
     if arguments.selftest or arguments.verify or arguments.list_voices or arguments.delete_voice is not None:
         return
     if arguments.batch < 1:
@@ -149,18 +156,35 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         check_output(arguments.out, *FORMATS)
     if arguments.save_codes is not None:
         check_output(arguments.save_codes, ".npz")
-    if arguments.json not in (None, STDOUT):
-        check_output(arguments.json, ".json")
     if arguments.stream is None:
         if arguments.raw:
             raise UserError("--raw goes with --stream")
     elif arguments.stream != STDOUT:
-        check_output(arguments.stream, ".raw" if arguments.raw else ".wav")
+        check_output(arguments.stream, ".raw" if arguments.raw else ".wav", pipe=True)
+    refuse_loss(arguments.ref_audio, out=arguments.out, stream=arguments.stream)
+
+
+def refuse_loss(reference: str | None, **targets: str | None) -> None:
+    """UserError if the recording to be heard is a file that would be written over."""
+    for flag, target in targets.items():
+        if reference is not None and target not in (None, STDOUT) and is_same_file(reference, target):
+            raise UserError(f"--{flag} {target} is the recording of the voice itself; choose another name, it would be lost")
 
 
 def read_form(arguments: argparse.Namespace) -> Form:
     """How files are written."""
     return Form(arguments.encoding, arguments.sample_rate)
+
+
+def as_typed(text: str | list | None) -> str | list | None:
+    """Text of the command line as its bytes say in UTF-8, where Python was told to read them as ASCII (locale C without UTF-8 mode)."""
+    if isinstance(text, list):
+        return [as_typed(each) for each in text]
+    undecoded = text is not None and any("\udc80" <= character <= "\udcff" for character in text)
+    try:
+        return os.fsencode(text).decode("utf-8") if undecoded else text
+    except UnicodeError:  # no UTF-8 after all: the check of the text says so
+        return text
 
 
 def find_build(model_path: str | None) -> Path:

@@ -27,7 +27,6 @@ from voxport.run.decoder import Decoder
 from voxport.run.delay import apply_delay, check_codes
 from voxport.run.higgs_proof import AUDIO_EMBED, BODY, HEADS, TEXT_EMBED
 from voxport.run.request import Request, Voice, Wish, check_context, check_reference, check_wish, count_rows
-from voxport.run.sampler import is_greedy
 from voxport.run.session import Engine, Parts, check_alive
 from voxport.run.speech import Speech, Stopwatch, measure_health, read_timings
 from voxport.run.stamps import Stamps
@@ -294,8 +293,7 @@ class Speaker:
             self.trust.require(*names)
 
     def _start_take(self, request: Request) -> Take:
-        guard = 0 if is_greedy(request.dice.sampling) else self.manifest.limits.plateau_frames
-        return Take(self.manifest.audio, count_rows(request, self.manifest), guard)
+        return Take(self.manifest.audio, count_rows(request, self.manifest), self.manifest.limits.plateau_frames)
 
     def embed_prompt(self, prompt: Prompt, reference_rows: np.ndarray | None) -> np.ndarray:
         """[1, P, D] float32: text embeddings with the reference rows [R + N - 1, N] laid over their span."""

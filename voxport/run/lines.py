@@ -15,8 +15,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from voxport.errors import UserError, WorkError
-from voxport.files import check_plain_name, parse_json, read_json, write_json
+from voxport.errors import UserError
+from voxport.files import check_plain_name, check_target, is_file, is_same_file, parse_json, read_json, write_json
 from voxport.run.audio import Form
 from voxport.run.batch import REMEMBERED
 from voxport.run.voices import Shelf, Voice
@@ -135,11 +135,17 @@ class Recital:
                     others.append(Outcome(line, self._path(line)))
                     continue
                 wish = self._wish(line)
+                self._check_place(line, wish)
             except UserError as error:
                 others.append(Outcome(line, self._path(line), error=error))
                 continue
             begun.append(line)
             yield wish
+
+    def _check_place(self, line: Line, wish: Any) -> None:
+        path = check_target(self._path(line))
+        if isinstance(wish.ref_audio, (str, os.PathLike)) and is_same_file(wish.ref_audio, path):
+            raise UserError(f"{path} is the recording of the voice itself; choose another name or --out-dir, it would be lost")
 
     def _wish(self, line: Line) -> Any:
         asks = dict(line.asks)
@@ -166,7 +172,7 @@ class Recital:
             told = read_json(self._path(line).with_suffix(".json"), "report")
         except UserError:
             return False
-        return self._path(line).is_file() and told.get("asks") == self._asks(line) and told.get("build") == self.build
+        return is_file(self._path(line)) and told.get("asks") == self._asks(line) and told.get("build") == self.build
 
     def _asks(self, line: Line) -> dict:
         """All that decides what is made of a line. Of a voice that all share, its codes: its name may come to mean another."""
@@ -184,8 +190,8 @@ class Recital:
         try:
             made.save(path, self.form)
             write_json(path.with_suffix(".json"), {"build": self.build, "asks": self._asks(line), "out": path.name, **made.report()})
-        except (UserError, OSError) as error:
-            return Outcome(line, path, error=error if isinstance(error, UserError) else WorkError(f"cannot write {path}: {error}"))
+        except UserError as error:
+            return Outcome(line, path, error=error)
         return Outcome(line, path, speech=made)
 
 

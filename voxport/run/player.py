@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import struct
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO
 
 import numpy as np
 
-from voxport.errors import WorkError
+from voxport.errors import UserError, WorkError, describe, silence
 from voxport.run.audio import to_pcm16
 
 STDOUT = "-"
@@ -59,30 +59,34 @@ class Player:
         except BrokenPipeError:
             raise PipeClosed from None
         except OSError as error:
-            raise WorkError(f"cannot write the stream: {error}") from error
+            raise WorkError(f"cannot write the stream: {describe(error)}") from error
 
 
-@contextmanager
+@contextlib.contextmanager
 def open_player(target: str, rate: int, raw: bool) -> Iterator[Player]:
     """A player to a file or, for "-", to stdout. A file that was not played to its end is removed."""
     if target == STDOUT:
         yield _to_stdout(rate, raw)
         return
+    path = Path(os.path.realpath(target))
     try:
-        file = open(target, "w+b")
+        file = open(path, "wb")
     except OSError as error:
-        raise WorkError(f"cannot write {target}: {error}") from error
+        raise WorkError(f"cannot write {target}: {describe(error)}") from error
     try:
-        with file:
+        with contextlib.closing(file):
             player = Player(file, rate, raw)
             yield player
             player.finish()
     except BaseException:
-        Path(target).unlink(missing_ok=True)
+        if path.is_file():  # a pipe stays
+            path.unlink()
         raise
 
 
 def _to_stdout(rate: int, raw: bool) -> Player:
+    if sys.stdout is None:
+        raise UserError("--stream - needs stdout, and this process was started without one; name a file")
     if sys.platform == "win32":
         import msvcrt
 
@@ -92,4 +96,4 @@ def _to_stdout(rate: int, raw: bool) -> Player:
 
 def silence_stdout() -> None:
     """Let what is still in the buffer of a closed pipe go nowhere, so that Python does not complain of it when it ends."""
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    silence(sys.stdout)

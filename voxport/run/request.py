@@ -12,9 +12,10 @@ import numpy as np
 from voxport.errors import UserError
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference, load_reference
-from voxport.run.sampler import Dice, check_sampling, check_seed
+from voxport.run.sampler import Dice, check_sampling, check_seed, is_greedy
 from voxport.run.text import Script, check_script, frame_cap, most_frames
 
+GREEDY_WARNING = "without sampling (temperature 0 or top-k 1) speech tends to get stuck; it is for tests"
 DRAWN_SEEDS = 1 << 31  # a seed that is drawn stays short enough to be typed again
 
 
@@ -67,7 +68,8 @@ def check_wish(wish: Wish, manifest: Manifest) -> Request:
     if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
         raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
     reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
-    return Request(script, ref_text, reference, wish.voice, dice, max_frames, warnings + script.warnings)
+    warnings += script.warnings + (() if not is_greedy(dice.sampling) else (GREEDY_WARNING,))
+    return Request(script, ref_text, reference, wish.voice, dice, max_frames, warnings)
 
 
 def check_reference(

@@ -18,6 +18,8 @@ from onnxruntime.capi import onnxruntime_pybind11_state as ort_state
 
 from voxport.errors import UserError, WorkError
 from voxport.manifest import FileRecord, Manifest, verify_files
+from voxport.memory import require_memory
+from voxport.run.external import check_external
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -31,8 +33,11 @@ REMEDIES = {
 # Threads that have no work wait in a loop, which spares waking them between two operators of one graph. Here several graphs
 # take turns on the same cores: those of one must have stopped looping when the next one starts.
 SPINNING = {"session.intra_op.spin_duration_us": "200", "session.force_spinning_stop": "1"}
+LEAST_LIMIT = 64  # threads that may be asked for on any machine; beyond, four a core
 CPU_LIMIT = Path("/sys/fs/cgroup/cpu.max")
 LOOKUPS = ("text_embed", "audio_embed")  # parts that only look rows up: a second thread costs more than it does
+# Share of a part's file that becomes private memory, as measured: tables are read where they are mapped, convolutions in part
+PRIVATE = dict.fromkeys(LOOKUPS, 0) | dict.fromkeys(("audio_tokenizer", "audio_encoder", "codec_decoder", "codec_encoder"), 0.5)
 NUMPY_TYPES = {
     "tensor(float)": np.float32,
     "tensor(float16)": np.float16,
@@ -61,8 +66,9 @@ class Engine:
     def choose(cls, provider: str | None, threads: int | None, allow_fallback: bool, device: str) -> Engine:
         """Complete a request: no provider means the `device` that the build is for, no threads means every usable core."""
         threads = usable_cores() if threads is None else threads
-        if threads < 1:
-            raise UserError(f"--threads must be at least 1, not {threads}")
+        most = max(LEAST_LIMIT, 4 * (os.cpu_count() or 1))
+        if not 1 <= threads <= most:
+            raise UserError(f"--threads must be at least 1 and at most {most}, not {threads}; each takes memory of its own")
         return cls(full_name(provider or device), threads, allow_fallback)
 
 
@@ -139,7 +145,10 @@ def keep_unpacked(options: ort.SessionOptions) -> None:
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    if isinstance(error, MemoryError) or "bad_alloc" in line or "Failed to allocate memory" in line:
+        return f"memory ran out ({line}); close other programs, raise the limit of this process, or take a smaller build (int4)"
+    return line
 
 
 class Graph:
@@ -220,6 +229,8 @@ class Parts:
         with self._lock:
             missing = [name for name in names if name not in self._graphs]
         if missing:
+            if self.engine.provider == CPU:
+                require_memory(sum(self._size(name) * PRIVATE.get(name, 1) for name in missing), f"loading {self.folder}")
             with ThreadPoolExecutor(min(self.engine.threads, len(missing))) as pool:
                 list(pool.map(self.__getitem__, sorted(missing, key=self._size, reverse=True)))
 
@@ -245,6 +256,7 @@ class Parts:
     def _load(self, name: str) -> Graph:
         part = self.manifest.part(name)
         self.verify(part.files)
+        check_external(self.folder / part.graph, set(part.files))
         threads, packed = 1 if name in LOOKUPS else self.engine.threads, name not in self.unpacked
         engine = dataclasses.replace(self.engine, threads=threads, packed=packed)
         graph = Graph(open_session(self.folder / part.graph, engine), name, packed)

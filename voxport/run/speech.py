@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from voxport.errors import WorkError
 from voxport.files import atomic_path
 from voxport.manifest import Sampling
 from voxport.run.audio import FADE_SECONDS, Form, check_output, fade_end, write_sound
@@ -94,11 +93,8 @@ class Faded:
 
 def save_arrays(path: str | os.PathLike, arrays: dict[str, np.ndarray]) -> None:
     """Write arrays as int64 into an .npz, whole or not at all."""
-    try:
-        with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
-            np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
-    except OSError as error:
-        raise WorkError(f"cannot write {path}: {error}") from error
+    with atomic_path(check_output(path, ".npz")) as temporary, open(temporary, "wb") as file:
+        np.savez(file, **{name: array.astype(np.int64) for name, array in arrays.items()})
 
 
 @dataclass(frozen=True)

@@ -9,11 +9,14 @@ from collections.abc import Generator, Iterator
 
 import numpy as np
 
+from voxport.manifest import Codec as CodecFigures
 from voxport.run.codec import Codec
 from voxport.run.take import Take
 
 # First sound after FIRST_FRAMES + context + N - 1 rows, of which the prompt gives one: 20 steps with a context of 10 and N = 8
 FIRST_FRAMES = 4
+KEPT_SILENCE = 0.3  # seconds left at the end of speech that was cut: a breath
+SILENT_SHARE = 10 ** (-45 / 20)  # of the loudest peak: room tone lies below it, the softest consonants above
 LARGEST_FRAMES = 32  # 1.3 s of sound: bounds the codec's memory, and the context of 20 frames is decoded again no more often
 
 
@@ -61,9 +64,32 @@ class Playback:
 
     def samples(self) -> np.ndarray:
         """[T * hop] all of it, once the take is over. WorkError if it is flat."""
-        samples = np.concatenate(self.chunks)
+        samples = np.concatenate(self.chunks)[: len(self.take.codes()) * self.codec.figures.hop_length]
         self.codec.check_lively(np.ptp(samples))
         return samples
+
+
+class Tail:
+    """Holds back whole frames of silence until sound follows them: at the end of speech that was cut they are worth nothing.
+
+    A frame is silent beside the loudest one so far, since nobody knows yet how loud the rest will be.
+    """
+
+    def __init__(self, figures: CodecFigures):
+        self.hop = figures.hop_length
+        self.kept_frames = round(KEPT_SILENCE * figures.sample_rate / self.hop)
+        self.held = np.empty(0, np.float32)
+        self._loudest = 0.0
+
+    def join(self, chunk: np.ndarray) -> np.ndarray:
+        """Samples of a chunk of whole frames [T * hop] that may be heard now, with the silence held back before them."""
+        peaks = np.abs(chunk).reshape(-1, self.hop).max(axis=1)
+        self._loudest = max(self._loudest, float(peaks.max()))
+        loud = np.flatnonzero(peaks > self._loudest * SILENT_SHARE)
+        joined = np.concatenate([self.held, chunk])
+        end = len(self.held) + (loud[-1] + 1) * self.hop if len(loud) else 0
+        self.held = joined[end:]
+        return joined[:end]
 
 
 class SpeechStream:

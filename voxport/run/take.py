@@ -61,6 +61,10 @@ class Take:
         elif self._length == self.max_rows:
             self.finish_reason = LENGTH
 
+    def drop(self, frames: int) -> None:
+        """Leave out the last frames of a take that was cut."""
+        self._length -= frames
+
     @property
     def settled_frames(self) -> int:
         """Frames that no later row can change or cut: those that are complete and not part of a possible plateau."""

@@ -17,6 +17,7 @@ from voxport.manifest import Limits, Manifest, Tokens, verify_files
 TAG = re.compile(r"<\|[^|>]{1,64}\|>")
 WORD = re.compile(r"[a-z0-9]+")
 TAG_POLICIES = ("error", "strip", "keep")  # what happens to a tag that the tokenizer does not know
+NORMALISERS = ("NFC", "NFD", "NFKC", "NFKD")
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -130,12 +131,19 @@ def load_tokenizer(folder: Path, manifest: Manifest) -> Tokenizer:
         tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # the tokenizers library raises bare Exception
         raise UserError(f"{path} cannot be read as a tokenizer ({error}); build it again") from error
+    _check_normaliser(tokenizer.normalizer, path)
     for token, token_id in (manifest.control_tags | manifest.structural_tokens).items():
         if tokenizer.token_to_id(token) != token_id:
             raise UserError(f"{path}: {token} has id {tokenizer.token_to_id(token)}, the manifest says {token_id}")
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def _check_normaliser(normaliser: object, path: Path) -> None:
+    """Only Unicode's own forms may be applied to a text before it is cut: a chain of replacements could fill the memory with it."""
+    if normaliser is not None and type(normaliser).__name__ not in NORMALISERS:
+        raise UserError(f"{path}: its normaliser {type(normaliser).__name__} is none of {', '.join(NORMALISERS)}; build it again")
 
 
 def build_prompt(

@@ -6,6 +6,7 @@ NAME/<build key>.npz     what one build on one provider made of it, as its famil
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import os
@@ -20,8 +21,8 @@ from typing import Any, Protocol
 import numpy as np
 import onnxruntime as ort
 
-from voxport.errors import UserError, WorkError
-from voxport.files import atomic_path, parse_json
+from voxport.errors import BAD_INPUT, UserError, WorkError
+from voxport.files import atomic_path, is_folder, parse_json
 from voxport.manifest import BuildManifest
 from voxport.run.audio import HIGHEST_RATE, LOWEST_RATE, Reference, fit_to_codec
 from voxport.run.text import check_script
@@ -99,7 +100,7 @@ class Shelf:
 
     def names(self) -> list[str]:
         """Names of the saved voices, sorted."""
-        return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}"))
+        return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}")) if is_folder(self.folder) else []
 
     def list(self) -> dict[str, dict]:
         """Name -> seconds and transcript; a voice that cannot be read is listed with its fault."""
@@ -121,8 +122,11 @@ class Shelf:
         try:
             (self.folder / name).mkdir(parents=True, exist_ok=True)
             write_arrays(self.folder / name / SOURCE, facts, {"samples": reference.samples})
-        except OSError as error:
-            raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir") from None
+        except (OSError, UserError) as error:
+            with contextlib.suppress(OSError):  # it was there before, or was never made
+                (self.folder / name).rmdir()
+            code = getattr(error, "code", BAD_INPUT)
+            raise UserError(f"cannot keep voices in {self.folder}: {error}; choose another folder with --voices-dir", code) from None
         self._keep(name, build_key(speaker, reference, ref_text), voice, speaker)
         return voice
 
