@@ -31,8 +31,8 @@ test: $(VENV)/.tested
 coverage: $(VENV)/.tested
 	OMP_NUM_THREADS=1 $(PY) -m coverage run -m pytest -n 2 --dist loadfile
 	$(PY) -m coverage combine --quiet
-	$(PY) -m coverage json --quiet -o .coverage.json
-	$(PY) benchmarks/line_coverage.py .coverage.json benchmarks/line_coverage.json
+	$(PY) -m coverage json --quiet -o coverage.json
+	$(PY) benchmarks/line_coverage.py coverage.json benchmarks/line_coverage.json
 	$(PY) -m coverage report
 
 # Damaged input for every reader. CASES and SEED may be given; a fault prints the command that repeats it.
@@ -47,7 +47,7 @@ soak: $(VENV)/.built
 	$(PY) benchmarks/soak.py --build $(DEMO_BUILD) --out benchmarks/soak.json
 
 clean:
-	rm -rf out $(DEMO_BUILD) .pytest_cache .hypothesis .coverage .coverage.*
+	rm -rf out $(DEMO_BUILD) .pytest_cache .hypothesis .coverage .coverage.* coverage.json
 
 # The example reports under docs/: the demo's int4 and fp32 builds side by side, with listeners. WHISPER is a model name or folder.
 WHISPER ?= tiny.en
