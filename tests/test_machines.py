@@ -1,6 +1,7 @@
 """Odd machines: little memory, full or read-only disks, no home, old locales, names with spaces and without Unicode."""
 
 import errno
+import importlib
 import json
 import os
 import shutil
@@ -13,7 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import soundfile
-from conftest import ROOT, run_cli
+from conftest import ROOT
 from test_never_half import small_disk  # noqa: F401
 from test_run_golden import run_script
 
@@ -230,14 +231,16 @@ def test_the_recording_of_a_voice_is_never_written_over(flags, tiny_build, tmp_p
     refuse_loss("v.wav", out="other.wav", stream=None)
 
 
-def test_a_report_that_cannot_be_written_is_known_before_the_work(tiny_build, tmp_path):
+def test_a_report_that_cannot_be_written_is_known_before_the_work(tiny_build, tmp_path, capsys):
     (tmp_path / "l.txt").write_text("Hello\n", encoding="utf-8")
     lines = ["--input", tmp_path / "l.txt", "--out-dir", tmp_path / "o"]
     assert run("--model-path", tiny_build, *lines, "--json", tmp_path / "no" / "x.json") == 2
     assert not (tmp_path / "o").exists()
+    judge = importlib.import_module("eval")
     for flag in ("--output", "--html"):
-        done = run_cli("eval.py", "--model-path", tiny_build, flag, tmp_path / "no" / "x.json")
-        assert done.returncode == 2 and done.stdout == "" and "cannot write" in done.stderr
+        assert errors.run_script(judge.main, ["--model-path", str(tiny_build), flag, str(tmp_path / "no" / "x.json")]) == 2
+        printed = capsys.readouterr()
+        assert printed.out == "" and "cannot write" in printed.err.splitlines()[-1]
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "file", "file/x", "a\0b", "a\ud800b"])

@@ -278,7 +278,7 @@ def test_every_warning_is_heard_at_once_and_stands_in_the_report():
     speaker = make_speaker(audio_heads=ending(20))
     speech = speaker.speak("Hello <|calm|>", tags="keep", ref_audio=(VOICE[0] / 1000, RATE))
     assert speech.report()["warnings"] == list(speech.warnings) == speaker.heard
-    assert len(speaker.heard) == 3  # unknown tag, longer than half a second, very quiet
+    assert len(speaker.heard) == 4  # unknown tag, longer than half a second, very quiet, ends in sound
 
 
 def test_a_fallback_that_was_allowed_is_heard_and_recorded():
