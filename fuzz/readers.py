@@ -51,7 +51,7 @@ def higgs_manifest() -> Manifest:
     """That of the stand-in, with every section filled."""
     manifest = make_manifest()
     figure = Figure("0" * 64, [4], [0.5], [[0.1] * 4], [[0, 1]], [[0.5, -0.5]])
-    proof = Proof(1, "CPUExecutionProvider", "1.32.0", "any", 2, [1, -100, 3], [[1, 2, 3]], [[0.0, 1.0]], {"text_embed: prompt": figure})
+    proof = Proof(1, "CPUExecutionProvider", "1.32.0", "any", 2, [], [1, -100, 3], [[1, 2, 3]], [[0.0, 1.0]], {"text_embed: prompt": figure})
     spec = TensorSpec("input_ids", "int64", ["B", "S"])
     parts = {name: dataclasses.replace(part, inputs=[spec], outputs=[spec], recipe={"bits": 4}) for name, part in manifest.parts.items()}
     return dataclasses.replace(manifest, parts=parts, proof=proof, files={"tokenizer.json": next(iter(parts["text_embed"].files.values()))})

@@ -47,7 +47,13 @@ def test_a_reference_that_leaves_no_room_for_a_text_is_refused_with_its_length()
 
 def test_a_line_that_cannot_be_written_is_told_and_the_next_is_spoken(tmp_path, monkeypatch):
     real = lines.write_json
-    monkeypatch.setattr(lines, "write_json", lambda path, value: full_disk() if path.stem == "a" else real(path, value))
+
+    def write_json(path, value):
+        if path.stem == "a":
+            raise WorkError(f"cannot write {path}: No space left on device")
+        real(path, value)
+
+    monkeypatch.setattr(lines, "write_json", write_json)
     found = recite(tmp_path, write(tmp_path, "x.jsonl", {"text": "one", "name": "a"}, {"text": "two", "name": "b"}))
     assert found["a"].speech is None and found["a"].error.code == 1 and "No space left" in str(found["a"].error)
     assert found["b"].speech is not None and (tmp_path / "out/b.wav").is_file()

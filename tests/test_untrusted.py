@@ -177,7 +177,7 @@ def test_names_that_lead_out_of_the_folder_are_refused_wherever_they_stand(name,
     for keys, value in ((("files",), {name: record}), (("parts",), {"text_embed": part})):
         make_manifest().write(tmp_path)
         edit_manifest(tmp_path, *keys, value=value)
-        with pytest.raises(UserError, match="not a plain file name"):
+        with pytest.raises(UserError, match="not a plain file name|half of a surrogate pair"):
             Manifest.read(tmp_path)
 
 
@@ -195,7 +195,7 @@ def test_numbers_that_no_model_has_are_refused_before_anything_is_made_of_them(k
     make_manifest().write(tmp_path)
     edit_manifest(tmp_path, *keys, value=value)
     started = time.monotonic()
-    with pytest.raises(UserError, match=f"{keys[0]}: {keys[1]} is .*, which no model has"):
+    with pytest.raises(UserError, match=f"{keys[0]}: {keys[1]}(: | is ).*(not from|not a finite number)"):
         Manifest.read(tmp_path)
     assert time.monotonic() - started < 5
 

@@ -10,10 +10,11 @@ from voxport.errors import UserError
 SIZE, ROWS, ANY_INT = (1, 1 << 20), (1, 1 << 20), (0, (1 << 31) - 1)  # rows: eleven hours of speech
 # Least and largest value of a field by its name; other whole numbers are 0 to 2**31 - 1, other floats 0 to 2**31
 RANGES: dict[str, tuple[float, float]] = {
-    **dict.fromkeys(("hidden_size", "intermediate_size", "size", "head_dim", "num_heads", "num_kv_heads", "num_layers"), SIZE),
+    **dict.fromkeys(("hidden_size", "intermediate_size", "size", "head_dim", "num_heads", "num_kv_heads"), SIZE),
     **dict.fromkeys(("context_rows", "max_rows", "max_frames"), ROWS),
     **dict.fromkeys(("vocab_size", "codebook_size", "hop_length", "block_size", "steps", "residual_rounds"), SIZE),
     **dict.fromkeys(("text_vocab_size", "max_position_embeddings"), (1, 1 << 24)),
+    "num_layers": (1, 1 << 12),
     "num_codebooks": (1, 64),
     "sample_rate": (1000, 768_000),  # Hz; what the reader of references takes
     "min_encode_samples": (1, 1 << 24),  # what a short reference is padded to

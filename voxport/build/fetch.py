@@ -84,7 +84,8 @@ def _append(url: str, partial: Path, start: int, headers: Mapping[str, str], tel
         whole = response.status_code != 206
         if whole:
             tell(-start)
-        with open(partial, "wb" if whole else "ab") as file:
+            partial.unlink(missing_ok=True)
+        with open(partial, "ab") as file:
             for block in response.iter_bytes(BLOCK):
                 file.write(block)
                 tell(len(block))
