@@ -111,7 +111,7 @@ def listen(folder: Path, args: argparse.Namespace) -> dict:
     command = [args.listen, str(ROOT / "benchmarks" / "demo_listen.py"), "--build", str(folder), "--whisper", args.whisper]
     subprocess.run([*command, "--clones", "0", "--sentences", str(args.sentences), "--out", str(out)], check=True)
     heard = json.loads(out.read_text(encoding="utf-8"))
-    return {"wer": heard["spoken"]["wer"], "source_wer": heard["source"]["wer"]}
+    return {"wer": heard["figures"]["spoken"]["wer"], "source_wer": heard["figures"]["source"]["wer"]}
 
 
 def try_demo(args: argparse.Namespace) -> dict[str, dict]:

@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks import speak as bench
 from voxport.errors import DONE, FAILED
+from voxport.manifest import Manifest
 
 
 def stages(**changes):
@@ -60,6 +61,14 @@ def test_a_stage_that_failed_is_unknown_and_not_passed(capsys):
     assert "unknown" in capsys.readouterr().out
 
 
+def test_a_packed_body_has_its_codes_and_a_scale_and_a_sum_a_block(tiny_build, tiny_int4):
+    dims = Manifest.read(tiny_int4).dims
+    attention = 2 * dims.hidden_size * dims.head_dim * (dims.num_heads + dims.num_kv_heads)
+    weights = dims.num_layers * (attention + 3 * dims.hidden_size * dims.intermediate_size)
+    assert bench.packed_bytes(tiny_int4 / "llm_decoder.onnx") == weights // 32 * (16 + 4 + 4)
+    assert bench.packed_bytes(tiny_build / "llm_decoder.onnx") == weights * 4
+
+
 def test_every_stage_but_torch_runs_on_a_small_build(tiny_build, tmp_path, monkeypatch):
     monkeypatch.setattr(bench, "POSITIONS", (5, 7, 9))
     found = {name: stage(tiny_build, True) for name, stage in bench.STAGES.items() if not name.startswith("torch")}
@@ -90,7 +99,6 @@ def test_pytorch_computes_a_frame_of_the_same_dims(tiny_build):
     import torch
 
     from benchmarks.torch_body import TorchBody
-    from voxport.manifest import Manifest
 
     manifest = Manifest.read(tiny_build)
     body = TorchBody(manifest.dims, manifest.audio, torch.float32, 4)
