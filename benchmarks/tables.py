@@ -83,11 +83,23 @@ def speech_frames(found: dict) -> str:
     return lay_out(["position", "spoken", "bare sessions", "naive loop", "memory allows"], rows)
 
 
+def omnifish_lines(found: dict) -> str:
+    """OmniFish at the published size: seconds of work a second of speech beside PyTorch's, memory of the build, growth of blocks."""
+    ours, torch = found["real_time_factor"], found["torch_real_time_factor"]
+    rows = [[f"{part}: seconds a second of speech, PyTorch's", f"{ours[part]:.2f}, {torch[part]:.2f}"] for part in ours]
+    promises = found["promises"]
+    memory, growth = promises["build_private_mb"], promises["block_growth"]
+    rows += [["whole build: private memory at the peak", f"{memory['found'] / 1e3:.2f} GB ({memory['allowed'] / 1e3:.0f} allowed)"],
+             ["median time of blocks 18 to 20 over blocks 2 to 4", f"{growth['found']:.2f} ({growth['allowed']} allowed)"]]  # fmt: skip
+    return lay_out(["what", "figure"], rows)
+
+
 TABLES: dict[str, tuple[str, Callable[[dict], str]]] = {
     "build_memory": ("full_size.json", build_memory),
     "recipes": ("recipes.json", recipe_rows),
     "speech": ("speak.json", speech_lines),
     "frames": ("speak.json", speech_frames),
+    "omnifish": ("omnifish_full_size.json", omnifish_lines),
 }
 
 

@@ -336,7 +336,7 @@ def _decode_dataclass(kind: type, value: typing.Any, where: str) -> typing.Any:
         if f.name in value:
             made[f.name] = decode(hints[f.name], value[f.name], f"{where}: {f.name}")
         elif f.default_factory is dataclasses.MISSING and f.default is dataclasses.MISSING:
-            raise UserError(f"{where}: key {f.name!r} is missing")
+            raise UserError(f"{where}: key {f.name!r} is missing; build again with this version of optimize.py")
     return kind(**made)
 
 
