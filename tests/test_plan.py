@@ -12,7 +12,7 @@ from voxport.build import plan
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.higgs import COMPONENTS
 from voxport.build.plan import PROOF, Machine, Need, Plan, make_plan, needs, proof_need
-from voxport.build.recipes import RECIPES, Recipe
+from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, Recipe
 from voxport.errors import UserError, run_script
 from voxport.manifest import Manifest
 
@@ -168,7 +168,7 @@ def test_a_recipe_is_recorded_and_makes_only_the_decoder_again(tiny_int4, tmp_pa
     build(TINY, folder, "--recipe", "mixed-32")
     manifest, before = Manifest.read(folder), Manifest.read(tiny_int4)
     assert manifest.recipe["rounding"] == "mixed-32"
-    assert before.recipe["rounding"] == "rtn-32"
+    assert before.recipe["rounding"] == DEFAULT_RECIPE
     assert {n for n in COMPONENTS if manifest.parts[n] != before.parts[n]} == {"llm_decoder"}
     assert capsys.readouterr().err.count("up to date") == len(COMPONENTS) - 1
 

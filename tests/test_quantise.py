@@ -19,6 +19,7 @@ from voxport.build import check, llm
 from voxport.build.check import PartSession, compare_decoder, cosine, decoder_states, first_layers, with_accuracy_level
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.higgs import Overlay
+from voxport.build.recipes import DEFAULT_RECIPE, RECIPES
 from voxport.build.quantise import BlockFormat, dequantise, pack, quantise, unpack
 from voxport.errors import UserError, WorkError
 from voxport.judge.weights import decoder_weights
@@ -130,19 +131,25 @@ def test_a_decoder_that_computes_nothing_is_refused(states, tiny):
         compare_decoder(Recorded(states), "int4", model)
 
 
-@pytest.fixture(scope="module")
-def stock_decoder(tiny, tmp_path_factory) -> Path:
-    """ModelBuilder's own int4 path: from unrounded weights, same block and symmetry."""
-    folder = tmp_path_factory.mktemp("stock")
-    llm.extract_qwen3(tiny, folder / "qwen3", None)
-    return llm.build_decoder(folder / "qwen3", folder / "out", tiny.config, "cpu", "int4", BlockFormat(), "bf16")
+def small_decoder(tiny: Checkpoint, folder: Path, form: BlockFormat, rounded: bool) -> Path:
+    """An int4 decoder: by our rounding, or by ModelBuilder's own path from unrounded weights, same block and symmetry."""
+    llm.extract_qwen3(tiny, folder / "qwen3", form if rounded else None)
+    return llm.build_decoder(folder / "qwen3", folder / "out", tiny.config, "cpu", "int4", form, "bf16")
 
 
-def test_our_rounding_is_that_of_the_stock_builder(stock_decoder, tiny_int4):
-    ours, stock = decoder_weights(tiny_int4 / "llm_decoder.onnx"), decoder_weights(stock_decoder)
+@pytest.mark.parametrize("name", ["rtn-32", "rtn-32-asym"])
+def test_our_rounding_is_that_of_the_stock_builder(name, tiny, tmp_path):
+    ours, stock = (decoder_weights(small_decoder(tiny, tmp_path / str(r), RECIPES[name], r)) for r in (True, False))
     assert set(ours) == set(stock)
-    for name in ours:
-        torch.testing.assert_close(ours[name], stock[name], rtol=1e-6, atol=1e-7, msg=lambda text, n=name: f"{n}: {text}")
+    differ = {n: (ours[n] - stock[n]).abs() > 1e-6 * stock[n].abs() + 1e-7 for n in ours}
+    # bf16 weights often lie exactly between two codes. With a zero of its own for each block the last bit of a product then
+    # decides in a few of them; of half a million weights a dozen are one code off, twice that is allowed
+    few = 0 if RECIPES[name].symmetric else 5e-5 * sum(map(torch.numel, differ.values()))
+    assert sum(int(d.sum()) for d in differ.values()) <= few
+    for n in (n for n in ours if differ[n].any()):
+        step = ours[n].view(len(ours[n]), -1, 32).unsqueeze(-1).diff(dim=2).abs()
+        step = torch.where(step > 0, step, torch.inf).amin((2, 3)).repeat_interleave(32, 1)  # the smallest distance of two codes
+        torch.testing.assert_close((ours[n] - stock[n]).abs()[differ[n]], step[differ[n]], rtol=1e-4, atol=0)
 
 
 def test_a_few_layers_of_a_decoder_are_those_layers(tiny, tiny_int4, monkeypatch):
@@ -182,7 +189,8 @@ def test_weights_read_from_an_int4_graph_are_those_that_were_written(tiny, tiny_
     assert set(weights) == names_in_body(tiny)
     for name in weights:
         original = tiny[name].float()
-        expected = dequantise(quantise(original, BlockFormat()), BlockFormat()) if "_proj" in name else original
+        form = RECIPES[DEFAULT_RECIPE]
+        expected = dequantise(quantise(original, form), form) if "_proj" in name else original
         torch.testing.assert_close(weights[name], expected, rtol=1e-6, atol=1e-7, msg=name)
 
 

@@ -68,8 +68,8 @@ def test_rounding_leaves_its_input_and_the_thread_count_alone():
     assert torch.get_num_threads() == threads
 
 
-def test_the_default_is_the_stock_builders_recipe():
-    assert RECIPES[DEFAULT_RECIPE] == BlockFormat(bits=4, block_size=32, symmetric=True, accuracy_level=4, search=False, wide=())
+def test_the_default_rounds_as_the_stock_builder_does():
+    assert RECIPES[DEFAULT_RECIPE] == BlockFormat(bits=4, block_size=32, symmetric=False, accuracy_level=4, search=False, wide=())
 
 
 def test_a_record_is_what_json_gives_back():

@@ -11,7 +11,8 @@ from voxport.build.omnifish_workshop import OmniFishRecipe
 from voxport.build.plan import BYTES, OLIVE_COPIES, PYTHON, Need, body_need
 from voxport.manifest_omnifish import EXPLICIT
 
-# Copies of a part's float32 weights at the peak of its making, measured on the published dims and rounded up. Of a part that is
+# Copies of a part's float32 weights at the peak of its making: estimates above what the published build took as a whole
+# (benchmarks/omnifish_full_size.json). Of a part that is
 # exported without its weights: `_ref`'s and ONNX Runtime's in the check, and packed ones beside them. Rounded parts are checked
 # against a float32 graph that is held as well.
 HOLLOW_COPIES = {"fp32": 3.0, "fp16": 2.0, "int4": 4.0}
