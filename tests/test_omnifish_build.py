@@ -20,6 +20,7 @@ from voxport.build.omnifish_check import check_body, check_part, set_bidirection
 from voxport.build.omnifish_checkpoint import OmniFishCheckpoint, find_codec, is_omnifish, read_side
 from voxport.build.omnifish_parts import CODEC_PARTS, RESIDUAL_PARTS, matrix_products, part_names
 from voxport.build.quantise import BlockFormat
+from voxport.build.recipes import DEFAULT_RECIPE, RECIPES
 from voxport.errors import UserError, WorkError
 from voxport.families import OMNIFISH
 from voxport.manifest import Manifest
@@ -205,7 +206,7 @@ def test_rounded_parts_compute_what_their_weights_say():
     scales = next(t for t in model.graph.initializer if t.name.endswith("_scales"))
     values = onnx.numpy_helper.to_array(scales) * 2
     scales.CopyFrom(onnx.numpy_helper.from_array(values, scales.name))
-    form = BlockFormat()
+    form = RECIPES[DEFAULT_RECIPE]
     plain = built("axial_px") / f"{MTP_STEP}.onnx"
     omnifish_check.check_rounded(MTP_STEP, graph, plain, form, opened)
     wrong = graph.with_name("wrong.onnx")
