@@ -12,6 +12,7 @@ if __name__ == "__main__":
 
 from voxport.build.download import DEFAULT_ID, find_checkpoint
 from voxport.build.job import Job, all_components, choose_family, make_parts
+from voxport.build.place import check_place
 from voxport.build.plan import Plan
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
 from voxport.families import FAMILIES
@@ -56,6 +57,7 @@ def main(argv: list[str]) -> int:
     output = args.output or Path("onnx") / f"{args.device}_{args.precision}"
     check_folder(output, "--output")
     found = find_checkpoint(args.checkpoint, Path("model"), args.skip_download)
+    check_place(output, found.folder)
     job = FAMILIES[choose_family(args, found.folder)].builder.make_job(args, found)
     components = job.choose(args.components)
     plan = job.plan(components, output)

@@ -238,7 +238,7 @@ class Form:
 
     def check(self, path: str | os.PathLike, rate: int) -> Path:
         """The path to write to; UserError before any work if this ending, encoding and rate do not go together here."""
-        path, rate = check_output(path, *FORMATS), self.rate or rate
+        path, rate = check_output(path, *FORMATS), rate if self.rate is None else self.rate
         suffix = path.suffix.lower()
         if self.encoding not in ENCODINGS:
             raise UserError(f"--encoding must be one of {', '.join(ENCODINGS)}, not {self.encoding!r}")
@@ -255,7 +255,7 @@ class Form:
 
 def write_sound(path: str | os.PathLike, samples: np.ndarray, rate: int, form: Form = Form()) -> None:
     """Write [n] float samples as a mono file of the kind that its ending names: whole at `path`, or not there at all."""
-    path, new_rate = form.check(path, rate), form.rate or rate
+    path, new_rate = form.check(path, rate), rate if form.rate is None else form.rate
     if not np.isfinite(samples).all():
         raise WorkError(f"the speech for {path} holds NaN or Inf; nothing was written")
     container, subtype = FORMATS[path.suffix.lower()]

@@ -159,6 +159,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
     if arguments.stream is None:
         if arguments.raw:
             raise UserError("--raw goes with --stream")
+    elif arguments.out is None and (arguments.sample_rate is not None or arguments.encoding != ENCODINGS[0]):
+        raise UserError("--sample-rate and --encoding are for --out; a stream is 16 bits at the build's rate")
     elif arguments.stream != STDOUT:
         check_output(arguments.stream, ".raw" if arguments.raw else ".wav", pipe=True)
     refuse_loss(arguments.ref_audio, out=arguments.out, stream=arguments.stream)
