@@ -50,16 +50,6 @@ def swap_heads(folder: Path) -> None:
     heads.flush()
 
 
-def change_theta(folder: Path) -> None:
-    """Rotary tables of theta 10,000."""
-    graph = Graph(folder, "llm_decoder")
-    for name, function in (("cos_cache", np.cos), ("sin_cache", np.sin)):
-        table = graph.array(name)
-        positions, half = table.shape
-        table[:] = function(np.arange(positions)[:, None] / 10_000.0 ** (np.arange(half) / half))
-        table.flush()
-
-
 def double_one_scale(folder: Path, part: str = "llm_decoder") -> None:
     """One block's scale of one MatMulNBits, times two."""
     graph = Graph(folder, part)

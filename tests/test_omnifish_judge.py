@@ -9,7 +9,7 @@ import omnifish_faults as plant
 import pytest
 import soundfile
 from conftest import run_cli
-from faults import copy_build, repair_manifest
+from faults import change_theta, copy_build, repair_manifest
 from omnifish_builds import LOCAL, arrays, built, explicit, facts, golden_folder
 
 import eval as judge_script
@@ -70,7 +70,7 @@ def test_an_attention_spelt_out_is_judged_by_what_it_computes():
 @pytest.mark.parametrize("fault, precision, seen", [
     (plant.look_back_only_in_one_layer, "fp32", ("decoder alone", "llm_decoder")),
     (plant.look_back_only_in_one_layer, "fp32", ("teacher-forced", "llm_decoder")),
-    (plant.change_theta, "fp32", ("decoder alone", "llm_decoder")),
+    (change_theta, "fp32", ("decoder alone", "llm_decoder")),
     (plant.double_one_scale, "int4", ("weights", "llm_decoder")),
     (plant.swap_codebooks, "fp32", ("parts", "audio_embed")),
     (plant.shift_end, "fp32", ("parts", "semantic_head")),
