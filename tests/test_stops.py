@@ -14,7 +14,7 @@ import pytest
 from conftest import ROOT, TINY
 
 from voxport import errors
-from voxport.errors import WorkError, run_script, say, stoppable
+from voxport.errors import UserError, WorkError, run_script, say, stoppable
 from voxport.files import atomic_path
 
 pytestmark = pytest.mark.skipif(os.name == "nt", reason="signals and pipes of POSIX")
@@ -99,6 +99,27 @@ def test_every_signal_that_asks_to_end_cleans_up_as_ctrl_c_does(number, tmp_path
     assert run_script(write, []) == 128 + number
     assert files(tmp_path) == set() and len(capsys.readouterr().err.splitlines()) == 1
     assert signal.getsignal(number) is before
+
+
+@pytest.mark.parametrize("turned_into", [ImportError("initialization failed"), UserError("no such thing"), OSError(39, "Directory not empty")])
+def test_a_signal_that_a_library_turns_into_an_error_of_its_own_is_still_the_signal(turned_into, capsys):
+    def work(argv):
+        try:
+            signal.raise_signal(signal.SIGTERM)
+        except KeyboardInterrupt as stop:  # as the start of a compiled module does
+            raise turned_into from stop
+
+    assert run_script(work, []) == 143
+    assert capsys.readouterr().err == "ended by SIGTERM\n"
+
+
+def test_an_error_of_this_program_is_no_stop(capsys):
+    def work(argv):
+        raise RuntimeError("a fault")
+
+    with pytest.raises(RuntimeError, match="a fault"):
+        run_script(work, [])
+    assert capsys.readouterr().err == ""
 
 
 def test_an_impatient_second_signal_does_not_cut_the_cleaning_short(monkeypatch):

@@ -70,24 +70,37 @@ def run_script(script: Callable[[list[str]], int], argv: list[str] | None = None
 
     A `UserError` has its own code; a signal that asks the script to end gives 128 and its number.
     """
+    heard: list[int] = []
     try:
-        with stoppable():
+        with stoppable(heard):
             return script(sys.argv[1:] if argv is None else argv)
-    except UserError as error:
-        say(f"error: {one_line(error)}")
-        return error.code
     except KeyboardInterrupt as stop:
-        number = getattr(stop, "number", signal.SIGINT)
-        say("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
-        return BY_SIGNAL + number
-    except MemoryError as error:
-        say(f"error: memory ran out ({error or 'no more is to be had'}); close other programs, ask for less at once, or raise the limit")
-        return FAILED
-    except OSError as error:
-        say(f"error: {describe(error)}")
-        return FAILED
+        return _say_stopped(getattr(stop, "number", signal.SIGINT))
+    except Exception as error:
+        if heard:  # some libraries make an error of their own of an exception that comes in the middle of their import
+            return _say_stopped(heard[-1])
+        return _say_failed(error)
     finally:
         _flush()
+
+
+def _say_stopped(number: int) -> int:
+    say("interrupted" if number == signal.SIGINT else f"ended by {signal.Signals(number).name}")
+    return BY_SIGNAL + number
+
+
+def _say_failed(error: Exception) -> int:
+    """One line for what a user can meet; anything else is a fault of this program and is raised."""
+    if isinstance(error, UserError):
+        say(f"error: {one_line(error)}")
+        return error.code
+    if isinstance(error, MemoryError):
+        say(f"error: memory ran out ({error or 'no more is to be had'}); close other programs, ask for less at once, or raise the limit")
+        return FAILED
+    if isinstance(error, OSError):
+        say(f"error: {describe(error)}")
+        return FAILED
+    raise error
 
 
 def start_quietly() -> None:
@@ -97,8 +110,9 @@ def start_quietly() -> None:
 
 
 @contextlib.contextmanager
-def stoppable() -> Iterator[None]:
-    """Inside, a signal that asks to end raises `Stopped`; another one does so again if the first was not heard."""
+def stoppable(heard: list[int] | None = None) -> Iterator[None]:
+    """Inside, a signal that asks to end raises `Stopped`; another one does so again if the first was swallowed. `heard` gets the
+    number of each."""
     if threading.current_thread() is not threading.main_thread():  # signals are none of its business
         yield
         return
@@ -108,6 +122,8 @@ def stoppable() -> Iterator[None]:
         nonlocal last
         if time.monotonic() - last >= PATIENCE:
             last = time.monotonic()
+            if heard is not None:
+                heard.append(number)
             raise Stopped(number)
 
     ignored = {number for number in STOPS.values() if signal.getsignal(number) is signal.SIG_IGN}  # as nohup wants it
