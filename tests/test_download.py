@@ -13,9 +13,9 @@ from hub import NEW_ID, OLD_ID, REVISION, serve
 
 from voxport.build.download import DEFAULT_ID, find_checkpoint
 from voxport.build.fetch import partial_path
-from voxport.build.lock import Lock
 from voxport.errors import UserError
 from voxport.files import sha256_file
+from voxport.lock import Lock
 from voxport.manifest import Manifest
 
 FIND = """

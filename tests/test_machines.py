@@ -128,7 +128,7 @@ def test_more_at_once_than_the_memory_holds_fails_line_by_line(tiny_build, tmp_p
 
 @pytest.mark.parametrize("threads", [0, -1, 100_000])
 def test_threads_that_no_machine_has_are_refused(threads, tiny_build):
-    with pytest.raises(UserError, match="--threads must be at least 1 and at most"):
+    with pytest.raises(UserError, match="--threads must be a whole number from 1 to"):
         Speaker.load(tiny_build, threads=threads)
 
 

@@ -19,8 +19,8 @@ import optimize
 from voxport.build import check, folder, higgs, swap
 from voxport.build.child import run_in_child
 from voxport.build.folder import BuildFolder
-from voxport.build.lock import Lock
 from voxport.errors import UserError, WorkError, run_script
+from voxport.lock import Lock
 from voxport.manifest import MANIFEST_NAME, Manifest, verify_files
 from voxport.run.higgs import Speaker
 

@@ -54,7 +54,7 @@ def test_a_voice_is_saved_listed_spoken_with_and_forgotten(voice, tmp_path, caps
     assert json.loads(capsys.readouterr().out)["voices"]["Anna"]["transcript"] == "Hm."
     speak("--save-voice", "Bo", "--text", TEXT, "--seed", 3, "--out", tmp_path / "c.wav", *shelf, *clone)
     assert (tmp_path / "a.wav").read_bytes() == (tmp_path / "c.wav").read_bytes()
-    with pytest.raises(UserError, match="brings its own reference"):
+    with pytest.raises(UserError, match="brings a reference of its own"):
         speak("--text", TEXT, "--out", tmp_path / "d.wav", "--voice", "Anna", "--ref-audio", voice, *shelf)
     assert inference.main(["--delete-voice", "Anna", *map(str, shelf)]) == 0
     with pytest.raises(UserError, match="there are: Bo"):

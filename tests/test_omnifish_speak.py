@@ -397,7 +397,7 @@ def test_the_script_speaks_a_dialogue_and_writes_codes_and_a_report(tmp_path):
     ("flags", "message"),
     [
         (["--language", "xx", "--text", "hello"], "no language"), (["--speaker", "nobody", "--text", "hello"], "no speaker"),
-        (["--dialogue", "missing.txt"], "cannot be read"),
+        (["--dialogue", "missing.txt"], "does not exist"),
     ],
 )  # fmt: skip
 def test_the_script_refuses_in_one_line(flags, message, tmp_path):

@@ -1,6 +1,7 @@
 """inference.py on a real build: streams, pipes, voices, lines and long text, as a user types them."""
 
 import json
+import os
 import subprocess
 import sys
 
@@ -10,7 +11,10 @@ import soundfile
 from test_run_golden import FOLDER, ROOT, run_script, write_voice
 
 import inference
+from voxport.files import sha256_file
+from voxport.lock import Lock
 from voxport.run.player import wav_header
+from voxport.run.voices import Shelf
 
 TEXT = "Hello there. How are you?"
 
@@ -34,6 +38,33 @@ def test_a_streamed_file_is_the_file_that_is_saved(tiny_build, tmp_path):
     speak(tiny_build, "--text", TEXT, "--seed", 3, "--out", tmp_path / "a.wav")
     speak(tiny_build, "--text", TEXT, "--seed", 3, "--stream", tmp_path / "b.wav", "--out", tmp_path / "c.wav")
     assert (tmp_path / "b.wav").read_bytes() == (tmp_path / "a.wav").read_bytes() == (tmp_path / "c.wav").read_bytes()
+
+
+def test_a_report_tells_whose_voice_it_was_and_how_to_ask_again(tiny_build, voice, tmp_path, capsys):
+    shelf, report = ["--voices-dir", tmp_path / "v"], tmp_path / "a.json"
+    common = ["--text", TEXT, "--max-frames", 9, "--out", tmp_path / "a.wav", "--json", report, "--tags", "keep"]
+    asks = lambda: json.loads(report.read_text(encoding="utf-8"))["asks"]
+    speak(tiny_build, *common, "--ref-audio", voice, "--ref-text", "Hello")
+    cloned = asks()
+    assert cloned["ref_audio"] == str(voice) and cloned["ref_audio_sha256"] == sha256_file(voice)
+    assert cloned["ref_text"] == "Hello" and cloned["tags"] == "keep" and cloned["voice_sha256"] is None
+    speak(tiny_build, *common, "--ref-audio", voice, "--ref-text", "Hello", "--save-voice", "Anna", *shelf)
+    assert asks() == cloned and "the voice Anna is kept in" in capsys.readouterr().err
+    speak(tiny_build, *common, "--voice", "Anna", *shelf)
+    assert asks()["voice_sha256"] == Shelf(tmp_path / "v").fingerprint("Anna") and asks()["ref_audio"] is None
+
+
+def test_lines_of_two_runs_do_not_mix(tiny_build, tmp_path, capsys):
+    (tmp_path / "l.txt").write_text("Hello\n", encoding="utf-8")
+    lines = ["--input", tmp_path / "l.txt", "--out-dir", tmp_path / "o", "--max-frames", "9"]
+    speak(tiny_build, *lines, "--seed", 1)
+    capsys.readouterr()
+    speak(tiny_build, *lines, "--seed", 2)
+    assert "another take was there and is replaced" in capsys.readouterr().err
+    with Lock(tmp_path / "o" / ".speaking", "x"):
+        command = [sys.executable, "inference.py", "--model-path", tiny_build, *lines]
+        done = subprocess.run(list(map(str, command)), capture_output=True, encoding="utf-8", cwd=ROOT)
+    assert done.returncode == 2 and f"process {os.getpid()} is speaking lines into this folder" in done.stderr
 
 
 @pytest.mark.parametrize("raw", [False, True])

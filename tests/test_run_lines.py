@@ -1,6 +1,7 @@
 """Many lines into a folder: names, settings of their own, bad lines, interruption."""
 
 import json
+import os
 
 import numpy as np
 import pytest
@@ -9,7 +10,7 @@ from run_fakes import encoder_session, make_manifest
 from test_run_batch import listening_heads
 from test_run_speak import VOICE, make_speaker
 
-from voxport.errors import UserError
+from voxport.errors import UserError, WorkError
 from voxport.run.audio import Form, write_sound
 from voxport.run.lines import Recital, read_lines
 from voxport.run.request import Wish
@@ -139,12 +140,93 @@ def test_a_line_that_asks_for_something_else_is_spoken_again(change, tmp_path):
     assert recite(tmp_path, write(tmp_path, "a.jsonl", line), **change)["a"].speech is not None
 
 
-@pytest.mark.parametrize("lost", ["a.wav", "a.json"])
-def test_a_line_of_which_half_is_lost_is_spoken_again(lost, tmp_path):
-    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"})
+def spoil(path, how):
+    content = path.read_bytes()
+    path.write_bytes({"empty": b"", "cut": content[:-100], "changed": content[:-100] + bytes(100)}[how])
+
+
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "changed"])
+def test_a_line_whose_sound_is_gone_or_damaged_is_spoken_again(how, tmp_path):
+    lines, sound = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"}), tmp_path / "out" / "a.wav"
     recite(tmp_path, lines)
-    (tmp_path / "out" / lost).unlink()
-    assert recite(tmp_path, lines)["a"].speech is not None
+    whole = sound.read_bytes()
+    sound.unlink() if how == "gone" else spoil(sound, how)
+    again = recite(tmp_path, lines)["a"]
+    assert again.speech is not None and again.replaced == (how != "gone") and sound.read_bytes() == whole
+
+
+@pytest.mark.parametrize("mine", ["a.wav", "a.json"])
+def test_a_file_that_no_line_made_is_not_replaced(mine, tmp_path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / mine).write_text("{}", encoding="utf-8")
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"}, {"text": "Bye", "name": "b"})
+    outcomes = recite(tmp_path, lines)
+    assert "choose another name or --out-dir" in str(outcomes["a"].error) and outcomes["b"].speech
+    assert (tmp_path / "out" / mine).read_text(encoding="utf-8") == "{}"
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == sorted([mine, "b.json", "b.wav"])
+
+
+def test_a_run_that_ends_between_sound_and_report_goes_on_with_its_own_files(tmp_path, monkeypatch):
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"})
+    monkeypatch.setattr("voxport.run.lines.record_file", lambda path: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        recite(tmp_path, lines)
+    monkeypatch.undo()
+    assert (tmp_path / "out" / "a.wav").is_file()
+    again = recite(tmp_path, lines)["a"]
+    assert again.speech is not None and again.replaced
+
+
+def test_a_line_that_cannot_be_written_leaves_no_report(tmp_path, monkeypatch):
+    def fail(*arguments):
+        raise WorkError("the disk is full")
+
+    monkeypatch.setattr("voxport.run.speech.write_sound", fail)
+    outcomes = recite(tmp_path, write(tmp_path, "a.txt", "Hello"))
+    assert "disk is full" in str(outcomes["0001"].error) and not list((tmp_path / "out").iterdir())
+
+
+def test_another_recording_under_the_same_name_is_another_voice(tmp_path):
+    file, shelf = tmp_path / "b.wav", Shelf(tmp_path / "voices")
+    write_sound(file, VOICE[0], VOICE[1])
+    shelf.save("Anna", speaker(), VOICE, "What it says")
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "ref_audio": str(file)}, {"text": "Hello", "voice": "Anna"}, {"text": "Hello"})
+    common = Wish("", max_frames=25, seed=7, ref_audio=str(file))
+    assert all(outcome.speech for outcome in recite(tmp_path, lines, common).values())
+    assert not any(outcome.speech for outcome in recite(tmp_path, lines, common).values())
+    write_sound(file, VOICE[0][: len(VOICE[0]) // 2], VOICE[1])
+    shelf.delete("Anna")
+    shelf.save("Anna", speaker(), VOICE, "What else it says")
+    assert all(outcome.speech and outcome.replaced for outcome in recite(tmp_path, lines, common).values())
+
+
+def test_two_runs_do_not_speak_into_one_folder(tmp_path):
+    lines = write(tmp_path, "a.txt", "Hello")
+    recital = lambda: Recital(speaker(), tmp_path / "out", COMMON, Shelf(tmp_path / "voices"), BUILD, Form())
+    with recital().lock():
+        with pytest.raises(UserError, match=f"process {os.getpid()} is speaking lines into this folder"):
+            recital().lock()
+    with recital().lock():
+        assert [outcome.error for outcome in recital().speak(lines, 1)] == [None]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0001.json", "0001.wav"]
+
+
+@pytest.mark.parametrize("name, file", [("x.wav", "x.wav"), ("x.y", "x.y.wav")])
+def test_a_name_may_bring_the_ending_that_it_gets(name, file, tmp_path):
+    recite(tmp_path, write(tmp_path, "a.jsonl", {"text": "Hello", "name": name}))
+    assert (tmp_path / "out" / file).is_file()
+
+
+@pytest.mark.parametrize("line, says", [
+    ('{"text": "a", "text": "b"}', "text is given twice"),
+    ({"text": "Hi", "name": "CON"}, "cannot be the name of a file"),
+    ({"text": "Hi", "name": "nul.wav"}, "cannot be the name of a file"),
+    ({"text": "Hi", "name": ".wav"}, "cannot be the name of a file"),
+    ({"text": "Hi", "name": "x" * 251}, "cannot be the name of a file"),
+])  # fmt: skip
+def test_what_a_line_cannot_mean_is_told(line, says, tmp_path):
+    (outcome,) = recite(tmp_path, write(tmp_path, "a.jsonl", line)).values()
+    assert says in str(outcome.error)
 
 
 def test_another_voice_for_all_is_spoken_again_and_the_same_one_is_not(tmp_path):

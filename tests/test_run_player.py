@@ -62,7 +62,7 @@ class Pipe(io.BytesIO):
 
 def test_a_pipe_gets_a_header_of_unknown_length_that_players_read():
     pipe = Pipe(10**6, OSError())
-    player = Player(pipe, 24000, raw=False)
+    player = Player(pipe, 24000, False, "x.wav")
     player.play(SOUND)
     player.finish()
     content = pipe.getvalue()
@@ -73,6 +73,6 @@ def test_a_pipe_gets_a_header_of_unknown_length_that_players_read():
 
 def test_a_closed_pipe_is_told_from_a_full_disk():
     with pytest.raises(PipeClosed):
-        Player(Pipe(100, BrokenPipeError()), 24000, raw=False).play(SOUND)
-    with pytest.raises(WorkError, match="No space"):
-        Player(Pipe(100, OSError(28, "No space left on device")), 24000, raw=False).play(SOUND)
+        Player(Pipe(100, BrokenPipeError()), 24000, False, "x.wav").play(SOUND)
+    with pytest.raises(WorkError, match="cannot write the stream to x.wav: No space"):
+        Player(Pipe(100, OSError(28, "No space left on device")), 24000, False, "x.wav").play(SOUND)

@@ -90,8 +90,9 @@ def test_a_part_that_fails_names_itself():
 def test_text_that_cannot_be_spoken_is_refused_before_it_is_split():
     with pytest.raises(UserError, match="no letter or digit"):
         plan(speaker(), Wish("..."))
-    with pytest.raises(UserError, match="--part-tokens"):
-        plan(speaker(), Wish(TEXT), 0)
+    for budget in (0, 7, 2.5, "9"):
+        with pytest.raises(UserError, match="--part-tokens must be a whole number of at least 8"):
+            plan(speaker(), Wish(TEXT), budget)
 
 
 def test_a_reading_is_saved_and_reported(tmp_path):

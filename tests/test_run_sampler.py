@@ -18,6 +18,7 @@ from voxport.run.delay import reverse_delay, sanitise
 from voxport.run.sampler import (
     DelayMachine,
     Dice,
+    check_frames,
     check_sampling,
     check_seed,
     distance,
@@ -188,11 +189,29 @@ def test_seeds_change_what_is_drawn_and_the_same_seed_does_not():
         (0.8, 1.1, 30),
         (0.8, float("nan"), 30),
         (0.8, 0.8, -1),
+        ("hot", 0.8, 30),
+        (True, 0.8, 30),
+        (0.8, "x", 30),
+        (0.8, 0.8, "x"),
+        (0.8, 0.8, 2.5),
     ],
 )
 def test_sampling_values_that_mean_nothing_are_refused_by_name(values):
     with pytest.raises(UserError, match="--(temperature|top-p|top-k)"):
         check_sampling(Sampling(*values, 1e-5))
+    with pytest.raises(UserError, match="--residual-(temperature|top-p|top-k)"):
+        check_sampling(Sampling(*values, 1e-5), "residual-")
+
+
+def test_numbers_of_numpy_are_numbers():
+    sampling = Sampling(np.float32(0.5), np.float64(0.9), np.int64(3), 1e-5)
+    assert check_sampling(sampling) is sampling and check_seed(np.uint8(3)) == 3 and check_frames(np.int32(4), 9) == 4
+
+
+@pytest.mark.parametrize("max_frames", [0, 10, 2.5, "3", True])
+def test_frames_that_no_take_could_have_are_refused(max_frames):
+    with pytest.raises(UserError, match="--max-frames must be a whole number in 1..9"):
+        check_frames(max_frames, 9)
 
 
 @pytest.mark.parametrize("seed", [-1, 2**63, 1.5, "1", True])

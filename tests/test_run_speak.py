@@ -85,8 +85,29 @@ def test_max_frames_counts_frames_and_rows_are_n_minus_one_more(max_frames):
 
 @pytest.mark.parametrize("max_frames", [0, -1, MANIFEST.limits.max_rows - N + 2])
 def test_max_frames_outside_the_limits_are_refused(max_frames):
-    with pytest.raises(UserError, match="--max-frames must lie in 1..98"):
+    with pytest.raises(UserError, match="--max-frames must be a whole number in 1..98"):
         make_speaker().speak("Hello", max_frames=max_frames)
+
+
+NOT_MEANT = [
+    {"temperature": "hot"}, {"top_k": "x"}, {"top_p": None, "seed": 1.5}, {"max_frames": 2.5}, {"tags": 3}, {"ref_audio": 7},
+    {"ref_audio": (VOICE[0], "x")}, {"ref_audio": (VOICE[0], float("nan"))}, {"ref_audio": (VOICE[0],)}, {"voice": "Anna"},
+    {"ref_audio": VOICE, "ref_text": 7},
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("options", NOT_MEANT, ids=str)
+def test_values_of_the_wrong_type_are_user_errors(options):
+    made = make_speaker()
+    with pytest.raises(UserError):
+        made.speak("Hello", **options)
+    assert made.parts.loaded == []
+
+
+@pytest.mark.parametrize("options", [{"folder": None}, {"folder": 7}, {"provider": 7}, {"threads": "2"}, {"threads": 1.5}], ids=str)
+def test_a_build_is_opened_with_what_can_be_meant(options, tiny_build):
+    with pytest.raises(UserError):
+        Speaker.load(**({"folder": tiny_build} | options))
 
 
 def test_endless_sameness_is_cut_and_the_speech_before_it_kept():

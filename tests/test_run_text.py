@@ -114,6 +114,13 @@ def test_one_letter_or_digit_of_any_script_is_enough(text):
     assert check_script(text, "text", MANIFEST).text == text
 
 
+def test_control_characters_are_told_and_stay():
+    script = check_script("a\x1b[31mred\x07 \t\r\n", "text", MANIFEST)
+    assert script.text == "a\x1b[31mred\x07 \t\r\n"
+    assert script.warnings == ("text holds control characters, which the model gets as they are: U+001B U+0007",)
+    assert check_script("line\r\nline\ttab\u200b", "text", MANIFEST).warnings == ()
+
+
 @pytest.mark.parametrize("text", ["\0", "a\0b", "bad \udc80 bytes", b"bytes", None])
 def test_what_is_not_text_is_refused(text):
     with pytest.raises(UserError, match="NUL|Unicode|must be text"):

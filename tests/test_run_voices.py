@@ -115,8 +115,23 @@ def test_only_the_newest_builds_are_kept(shelf):
     assert len(kept_files(shelf)) == KEPT
 
 
+def test_a_voice_is_not_replaced_by_another(shelf):
+    shelf.save("Anna", speaker(), VOICE, "Old")
+    for sound, text in ((VOICE, "New"), (VOICE, None), ((VOICE[0] * 0.5, VOICE[1]), "Old")):
+        with pytest.raises(UserError, match="the voice 'Anna' is another recording.*--delete-voice 'Anna'"):
+            shelf.save("Anna", speaker(), sound, text)
+    assert shelf.load("Anna", speaker()).ref_text == "Old"
+    before = shelf.fingerprint("Anna")
+    shelf.save("Anna", speaker(), VOICE, "Old")
+    assert shelf.fingerprint("Anna") == before
+    (shelf.folder / "Anna" / "voice.npz").write_bytes(b"damaged")
+    shelf.save("Anna", speaker(), VOICE, "New")
+    assert shelf.load("Anna", speaker()).ref_text == "New"
+
+
 def test_a_voice_saved_again_is_the_new_one(shelf):
     shelf.save("Anna", speaker(), VOICE, "Old")
+    shelf.delete("Anna")
     shelf.save("Anna", speaker(audio_encoder=encoder_session(code=5)), (VOICE[0] * 0.5, VOICE[1]), "New")
     voice = shelf.load("Anna", speaker())
     assert voice.ref_text == "New" and voice.codes[0].tolist() == [5] * N and shelf.names() == ["Anna"]

@@ -17,6 +17,7 @@ from voxport.errors import UserError, WorkError
 
 LONGEST_NAME = 255  # bytes of a file's name on nearly every system
 SHORT_NAME = 32  # characters of it that a temporary name shows: with what is added it stays within the longest
+RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}  # names on Windows
 LARGEST_JSON = 1 << 28  # bytes; the tokenizers of large models have some 10 MB
 BY_EFFECT = os.access in os.supports_effective_ids  # ask for the user that this process acts for
 HASH_CHUNK = 1 << 20  # bytes read at a time: large enough to be I/O bound, small enough for any machine
@@ -38,6 +39,11 @@ def check_plain_name(name: str, where: str) -> str:
     if bad or any("\ud800" <= c <= "\udfff" for c in name):  # half of a character, which no file system takes
         raise UserError(f"{where}: {name!r} is not a plain file name; files must lie in the folder itself")
     return name
+
+
+def is_reserved(name: str) -> bool:
+    """Whether Windows takes a name for a device, whatever its ending."""
+    return name.split(".")[0].rstrip(" ").lower() in RESERVED
 
 
 def is_file(path: str | os.PathLike) -> bool:
@@ -138,6 +144,18 @@ def write_json(path: Path, value: object) -> None:
         temporary.write_text(text, encoding="utf-8", errors="backslashreplace")
 
 
+def read_utf8(path: str | os.PathLike, what: str) -> str:
+    """The text of a UTF-8 file, without a byte order mark; UserError naming `what` if there is none."""
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{what} {path} does not exist") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{what} {path} is not UTF-8 text ({error}); save it as UTF-8") from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"{what} {path} cannot be read ({getattr(error, 'strerror', None) or error})") from None
+
+
 def read_json(path: Path, what: str) -> dict:
     """Read a JSON object. A missing file, bad UTF-8, bad JSON or another type is a UserError naming `what` and the file."""
     value = read_any_json(path, what)
@@ -159,9 +177,19 @@ def read_any_json(path: Path, what: str) -> Any:
         raise UserError(f"{what}: {path} cannot be read as JSON ({error})") from error
 
 
-def parse_json(text: str) -> Any:
-    """JSON whose strings are Unicode: an escape for half a character, which nothing could write again, is a ValueError."""
-    value = json.loads(text)
+def parse_json(text: str, unique: bool = False) -> Any:
+    """JSON whose strings are Unicode: an escape for half a character, which nothing could write again, is a ValueError. With
+    `unique` so is a key that stands twice in an object."""
+    value = json.loads(text, object_pairs_hook=_unique if unique else None)
     if "\\ud" in text.lower() and LONE_SURROGATE.search(json.dumps(value, ensure_ascii=False)):
         raise ValueError("a string in it holds half of a surrogate pair")
     return value
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict:
+    """The pairs of an object; ValueError for a key that stands there twice."""
+    found = dict(pairs)
+    for name in found if len(found) < len(pairs) else ():
+        if sum(name == other for other, _ in pairs) > 1:
+            raise ValueError(f"{name} is given twice")
+    return found

@@ -206,11 +206,13 @@ class BuildManifest:
     `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own."""
 
     @classmethod
-    def read(cls, folder: Path) -> typing.Any:
+    def read(cls, folder: str | os.PathLike) -> typing.Any:
         """Read and check `folder/manifest.json`, of whichever family it is: a Higgs build's is a `Manifest`.
 
         UserError if absent, of another schema or an unknown family, or wrong in any key.
         """
+        if not isinstance(folder, (str, os.PathLike)):
+            raise UserError(f"a build is named by its folder's path, not by {folder!r}")
         path = Path(folder) / MANIFEST_NAME
         if any("\ud800" <= c <= "\udfff" for c in str(folder)):  # neither ONNX Runtime nor tokenizers could open it
             raise UserError(f"{folder} is not spelt in UTF-8 here; set PYTHONUTF8=1, or rename the folder")

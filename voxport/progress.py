@@ -14,3 +14,8 @@ def bar(total: int | None, label: str, unit: str, show: bool | None = None) -> t
 def clock(seconds: float | None) -> str:
     """Seconds as m:ss; a question mark if nobody knows."""
     return "?" if seconds is None else f"{int(seconds) // 60}:{int(seconds) % 60:02}"
+
+
+def plural(number: int, what: str) -> str:
+    """`1 voice`, `2 voices`."""
+    return f"{number} {what}{'' if number == 1 else 's'}"

@@ -10,9 +10,9 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 
-from voxport.build.lock import Lock
 from voxport.errors import WorkError
 from voxport.files import sha256_file
+from voxport.lock import Lock
 from voxport.progress import bar
 
 ATTEMPTS = 5  # in a row that bring nothing

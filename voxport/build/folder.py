@@ -14,10 +14,10 @@ import types
 from collections.abc import Iterator
 from pathlib import Path
 
-from voxport.build.lock import Lock
 from voxport.build.swap import LOCK, NEXT, WORK, recover, replace_build
 from voxport.errors import UserError, say
 from voxport.files import atomic_path
+from voxport.lock import Lock
 from voxport.manifest import MANIFEST_NAME, FileRecord, Manifest, Part, Proof, record_file, verify_files
 
 STANDALONE = "qwen3_standalone"

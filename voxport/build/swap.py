@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from voxport.build.lock import Lock
+from voxport.lock import Lock
 from voxport.manifest import MANIFEST_NAME
 
 WORK = ".build"  # scratch space inside a build folder, which moves on to the folder that replaces it

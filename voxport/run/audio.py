@@ -13,6 +13,7 @@ import soundfile
 from voxport.errors import UserError, WorkError
 from voxport.files import atomic_path, check_target, is_file
 from voxport.manifest import Codec, Limits
+from voxport.run.values import is_whole
 
 BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends otherwise
 READ_BLOCK = 1 << 18  # samples of all channels read at a time, so that channels are averaged before they fill the memory
@@ -116,8 +117,8 @@ def clip_from_array(samples: np.ndarray, rate: int, max_seconds: float) -> Clip:
         )
     if samples.ndim == 2 and samples.shape[1] > samples.shape[0] > 0:
         raise UserError(f"reference samples {list(samples.shape)} have more channels than samples; pass samples.T")
-    if int(rate) != rate:
-        raise UserError(f"the rate of the reference samples must be a whole number of Hz, not {rate}")
+    if not is_whole(rate) and not (isinstance(rate, float) and rate.is_integer()):
+        raise UserError(f"the rate of the reference samples must be a whole number of Hz, not {rate!r}")
     _check_header(len(samples), int(rate), "samples", max_seconds)
     return _mix([samples.reshape(len(samples), -1 if samples.size else 1).astype(np.float32)], int(rate))
 

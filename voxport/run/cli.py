@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Sequence
 from pathlib import Path
 
 from voxport.errors import UserError
@@ -17,6 +18,8 @@ from voxport.run.player import STDOUT
 from voxport.run.text import TAG_POLICIES
 
 BUILDS = Path("onnx")
+CHECKS = ("selftest", "verify", "list_voices", "delete_voice")  # flags that stand alone: with them nothing is spoken
+SPEAKING = ("out", "stream", "save_codes", "input", "out_dir", "save_voice", "ref_audio", "ref_text", "voice")
 TYPED = ("text", "ref_text", "instruct", "before", "after")  # flags that hold words
 
 
@@ -126,8 +129,10 @@ def check_arguments(arguments: argparse.Namespace) -> None:
         setattr(arguments, name, as_typed(getattr(arguments, name)))
     if arguments.json not in (None, STDOUT):
         check_output(arguments.json, ".json")
-    if arguments.selftest or arguments.verify or arguments.list_voices or arguments.delete_voice is not None:
+    if _check_alone(arguments):
         return
+    if arguments.voice is not None:
+        _refuse(arguments, ("ref_audio", "ref_text", "save_voice"), "with --voice, which brings a reference of its own")
     if arguments.batch < 1:
         raise UserError(f"--batch must be at least 1, not {arguments.batch}")
     if arguments.input is not None:
@@ -137,18 +142,37 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.save_voice is not None and arguments.ref_audio is None:
         raise UserError("--save-voice needs the recording of the voice: --ref-audio, best with --ref-text")
     if arguments.save_voice is not None and not arguments.has_text:
-        return
-    if not arguments.has_text or (arguments.out is None and arguments.stream is None):
-        raise UserError("--text and --out are needed (or --stream, --input, --save-voice, --selftest, --verify); see --help")
+        return _refuse(arguments, ("out", "stream", "save_codes"), "without --text: --save-voice alone speaks nothing")
+    if not arguments.has_text:
+        raise UserError("--text is needed (or --input, --save-voice, --list-voices, --selftest, --verify); see --help")
+    if arguments.out is None and arguments.stream is None:
+        raise UserError("nothing says where the speech is to go: add --out FILE, or --stream FILE to hear it while it is made")
     _check_outputs(arguments)
+
+
+def _check_alone(arguments: argparse.Namespace) -> bool:
+    """Whether a flag is given that does something else than speak; UserError if that leaves another flag nothing to do."""
+    given = [flag for flag in CHECKS if getattr(arguments, flag) not in (None, False)]
+    if given:
+        _refuse(arguments, (*given[1:], *text_flags(), *SPEAKING), f"with {_spell(given[0])}, which does one thing and stops")
+    return bool(given)
+
+
+def _refuse(arguments: argparse.Namespace, flags: Sequence[str], why: str) -> None:
+    """UserError for the first of `flags` that is given."""
+    for flag in flags:
+        if getattr(arguments, flag) not in (None, False):
+            raise UserError(f"{_spell(flag)} does not go {why}")
+
+
+def _spell(flag: str) -> str:
+    return f"--{flag.replace('_', '-')}"
 
 
 def _check_lines(arguments: argparse.Namespace) -> None:
     if arguments.out_dir is None:
         raise UserError("--input needs --out-dir, a folder for what is spoken")
-    for flag in (*text_flags(), "out", "stream", "save_codes", "save_voice"):
-        if getattr(arguments, flag) is not None:
-            raise UserError(f"--{flag.replace('_', '-')} does not go with --input")
+    _refuse(arguments, (*text_flags(), "out", "stream", "raw", "save_codes", "save_voice"), "with --input")
 
 
 def _check_outputs(arguments: argparse.Namespace) -> None:
@@ -163,6 +187,8 @@ def _check_outputs(arguments: argparse.Namespace) -> None:
         raise UserError("--sample-rate and --encoding are for --out; a stream is 16 bits at the build's rate")
     elif arguments.stream != STDOUT:
         check_output(arguments.stream, ".raw" if arguments.raw else ".wav", pipe=True)
+        if arguments.out is not None and os.path.realpath(arguments.out) == os.path.realpath(arguments.stream):
+            raise UserError("--out and --stream name the same file; one is enough, or choose another name for the stream")
     refuse_loss(arguments.ref_audio, out=arguments.out, stream=arguments.stream)
 
 

@@ -75,9 +75,9 @@ class Speaker:
 
         Parts replay the build's proof before they first speak on a provider and machine, unless `verify` is False.
         """
-        manifest = Manifest.read(Path(folder))
+        manifest = Manifest.read(folder)
         if manifest.family != HIGGS:
-            raise UserError(f"{folder} holds a {manifest.family} build; this speaker reads {HIGGS}")
+            raise UserError(f"{folder} holds a build of the family {manifest.family}; this speaker reads {HIGGS}")
         engine = Engine.choose(provider, threads, allow_fallback, manifest.target.device)
         return cls(Path(folder), manifest, Parts(Path(folder), manifest, engine, Stamps(folder).verify), warn, verify)
 

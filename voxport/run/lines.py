@@ -7,7 +7,6 @@ A .txt file has a text on each line. A .jsonl file has an object on each: "text"
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,15 +15,30 @@ from types import MappingProxyType
 from typing import Any
 
 from voxport.errors import UserError
-from voxport.files import check_plain_name, check_target, is_file, is_same_file, parse_json, read_json, write_json
+from voxport.files import (
+    LONGEST_NAME,
+    check_plain_name,
+    check_target,
+    is_file,
+    is_reserved,
+    is_same_file,
+    parse_json,
+    read_json,
+    read_utf8,
+    write_json,
+)
+from voxport.lock import Lock
+from voxport.manifest import record_file
+from voxport.run.asks import describe_wish, hash_sound
 from voxport.run.audio import Form
 from voxport.run.batch import REMEMBERED
 from voxport.run.voices import Shelf, Voice
 
 FIELDS = {"text": str, "name": str, "voice": str, "ref_audio": str, "ref_text": str, "seed": int, "temperature": (int, float),
           "top_k": int, "top_p": (int, float), "max_frames": int}  # fmt: skip
-PLACES = ("text", "ref_audio", "voice")  # fields of a wish that are told apart from the rest, see `_asks`
 SUFFIX = ".wav"
+LOCK = ".speaking"
+BUSY = "process {process} is speaking lines into this folder; wait for it or choose another --out-dir"
 
 
 @dataclass(frozen=True)
@@ -39,12 +53,14 @@ class Line:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a line: its speech, or why there is none; both None if it had been spoken before."""
+    """What became of a line: its speech, or why there is none; both None if it had been spoken before. `replaced` tells that
+    the file of an earlier run, which asked for something else or is damaged, had to go for it."""
 
     line: Line
     path: Path
     speech: Any = None
     error: UserError | None = None
+    replaced: bool = False
 
 
 def read_lines(path: str | os.PathLike, more: Mapping = MappingProxyType({})) -> list[Line]:
@@ -55,11 +71,7 @@ def read_lines(path: str | os.PathLike, more: Mapping = MappingProxyType({})) ->
     path = Path(path)
     if path.suffix.lower() not in (".txt", ".jsonl"):
         raise UserError(f"--input {path} must end in .txt (a text on each line) or .jsonl (an object on each line)")
-    try:
-        content = path.read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--input {path} cannot be read as UTF-8 text ({error})") from None
-    held = [(number, text) for number, text in enumerate(content.split("\n"), 1) if text.strip()]
+    held = [(number, text) for number, text in enumerate(read_utf8(path, "--input").split("\n"), 1) if text.strip()]
     if not held:
         raise UserError(f"--input {path} holds no line to speak")
     fields = FIELDS | dict(more)
@@ -73,7 +85,7 @@ def _parse_text(number: int, text: str) -> Line:
 
 def _parse_object(number: int, text: str, fields: dict) -> Line:
     try:
-        asks = parse_json(text)
+        asks = parse_json(text, unique=True)
         if not isinstance(asks, dict) or "text" not in asks:
             raise ValueError('it must be an object with "text"')
         for key, value in asks.items():
@@ -81,9 +93,17 @@ def _parse_object(number: int, text: str, fields: dict) -> Line:
                 raise ValueError(f"unknown key {key!r}; known are {', '.join(fields)}")
             if not isinstance(value, fields[key]) or isinstance(value, bool):
                 raise ValueError(f"{key} must not be {value!r}")
-        return Line(number, check_plain_name(asks.pop("name", _number_name(number)), "name"), asks)
+        return Line(number, _check_name(asks.pop("name", _number_name(number))), asks)
     except (ValueError, RecursionError, UserError) as error:
         return Line(number, _number_name(number), fault=str(error))
+
+
+def _check_name(name: str) -> str:
+    """The name without the ending that it gets anyway."""
+    name = check_plain_name(name, "name").removesuffix(SUFFIX)
+    if not name or is_reserved(name) or len(os.fsencode(name)) > LONGEST_NAME - len(".json"):
+        raise UserError(f"name {name!r} cannot be the name of a file on every system; choose another")
+    return name
 
 
 def _number_name(number: int) -> str:
@@ -116,6 +136,10 @@ class Recital:
             raise UserError(f"--out-dir {folder} cannot be made: {error}") from None
         form.check(self.folder / f"check{SUFFIX}", speaker.manifest.codec.sample_rate)
 
+    def lock(self) -> Lock:
+        """The right to speak into the folder: two at once would write over each other. UserError if another process has it."""
+        return Lock(self.folder / LOCK, f"{self.folder}: {BUSY}")
+
     def speak(self, lines: list[Line], size: int) -> Iterator[Outcome]:
         """Speak what has not been spoken, up to `size` lines at once. Outcomes come as they are known."""
         begun: list[Line] = []  # lines whose wish was handed on, in that order
@@ -143,9 +167,13 @@ class Recital:
             yield wish
 
     def _check_place(self, line: Line, wish: Any) -> None:
-        path = check_target(self._path(line))
+        """UserError if the line's files would take the place of something that no such run has made."""
+        path, report = check_target(self._path(line)), self._report_path(line)
         if isinstance(wish.ref_audio, (str, os.PathLike)) and is_same_file(wish.ref_audio, path):
             raise UserError(f"{path} is the recording of the voice itself; choose another name or --out-dir, it would be lost")
+        strange = next((each for each in (path, report) if os.path.lexists(each)), None)
+        if strange is not None and self._told(line) is None:
+            raise UserError(f"{strange} is there and was not made from lines; choose another name or --out-dir, it would be lost")
 
     def _wish(self, line: Line) -> Any:
         asks = dict(line.asks)
@@ -166,38 +194,48 @@ class Recital:
     def _path(self, line: Line) -> Path:
         return self.folder / f"{line.name}{SUFFIX}"
 
+    def _report_path(self, line: Line) -> Path:
+        return self.folder / f"{line.name}.json"
+
     def _is_done(self, line: Line) -> bool:
         """Whether this very line was spoken by this very build before, to the end."""
-        try:
-            told = read_json(self._path(line).with_suffix(".json"), "report")
-        except UserError:
+        told = self._told(line) or {}
+        if told.get("asks") != self._asks(line) or told.get("build") != self.build or not is_file(self._path(line)):
             return False
-        return is_file(self._path(line)) and told.get("asks") == self._asks(line) and told.get("build") == self.build
+        return told.get("sound") == dataclasses.asdict(record_file(self._path(line)))
+
+    def _told(self, line: Line) -> dict | None:
+        """The report of an earlier run on what it made under the line's name, None if there is none."""
+        try:
+            told = read_json(self._report_path(line), "report")
+        except UserError:
+            return None
+        return told if {"asks", "build", "sound"} <= told.keys() else None
 
     def _asks(self, line: Line) -> dict:
-        """All that decides what is made of a line. Of a voice that all share, its codes: its name may come to mean another."""
-        names = [field.name for field in dataclasses.fields(self.common) if field.name not in PLACES]
-        common = {name: _plain(getattr(self.common, name)) for name in names}
-        reference, voice = self.common.ref_audio, self.common.voice
-        common["ref_audio"] = None if reference is None else str(reference)
-        common["shared_voice"] = None if voice is None else hashlib.sha256(voice.codes.tobytes()).hexdigest()
-        return common | {"form": dataclasses.asdict(self.form)} | line.asks
+        """All that decides what is made of a line."""
+        asks = describe_wish(self.common) | {"form": dataclasses.asdict(self.form)} | line.asks
+        if "voice" in line.asks:
+            asks["voice_sha256"] = self.shelf.fingerprint(line.asks["voice"])
+        if "ref_audio" in line.asks:
+            asks["ref_audio_sha256"] = hash_sound(line.asks["ref_audio"])
+        return asks
 
     def _keep(self, line: Line, made: Any) -> Outcome:
         path = self._path(line)
         if isinstance(made, UserError):
             return Outcome(line, path, error=made)
+        report = {"build": self.build, "asks": self._asks(line), "out": path.name, "sound": None}
+        replaced = os.path.lexists(path)
         try:
+            write_json(self._report_path(line), report)  # whatever stops this run now: the next one knows the file as its own
             made.save(path, self.form)
-            write_json(path.with_suffix(".json"), {"build": self.build, "asks": self._asks(line), "out": path.name, **made.report()})
+            write_json(self._report_path(line), report | {"sound": dataclasses.asdict(record_file(path))} | made.report())
         except UserError as error:
+            if not os.path.lexists(path):
+                self._report_path(line).unlink(missing_ok=True)
             return Outcome(line, path, error=error)
-        return Outcome(line, path, speech=made)
-
-
-def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
-    return list(value) if isinstance(value, tuple) else value
+        return Outcome(line, path, made, replaced=replaced)
 
 
 def _drain(outcomes: list[Outcome]) -> Iterator[Outcome]:

@@ -16,5 +16,5 @@ from voxport.manifest import Manifest
 
 def load_speaker(folder: str | os.PathLike, **options) -> typing.Any:
     """The `Speaker` of the folder's family; `options` are those of its `load`."""
-    family = find_family(Manifest.read(Path(folder)).family, str(folder))
+    family = find_family(Manifest.read(folder).family, str(folder))
     return family.script.Speaker.load(folder, **options)

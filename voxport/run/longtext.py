@@ -9,9 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from voxport.errors import UserError
 from voxport.run.text import TAG
+from voxport.run.values import is_whole
 
 PART_TOKENS = 150  # some 600 letters or 40 s of English; from some 900 letters on the model drops the end of a text
+LEAST_TOKENS = 8  # longer than nearly every word
 SENTENCE_PAUSE, PARAGRAPH_PAUSE, PHRASE_PAUSE = 0.35, 0.7, 0.1  # seconds between parts, as readers aloud leave them
 QUIET = 0.01  # of full scale: below, sound counts as a pause
 
@@ -50,6 +53,12 @@ def part_budget(asked: int | None, in_one_part: bool) -> int:
     if asked is not None:
         return asked
     return sys.maxsize if in_one_part else PART_TOKENS
+
+
+def check_budget(budget: int) -> None:
+    """UserError unless parts of `budget` tokens can hold most words."""
+    if not (is_whole(budget) and budget >= LEAST_TOKENS):
+        raise UserError(f"--part-tokens must be a whole number of at least {LEAST_TOKENS}, not {budget!r}: fewer would cut words")
 
 
 def split_text(text: str, count: Callable[[str], int], budget: int = PART_TOKENS, first: int | None = None) -> list[Part]:

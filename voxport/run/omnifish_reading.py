@@ -9,9 +9,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from voxport.errors import UserError
 from voxport.run.audio import Form, write_sound
-from voxport.run.longtext import PART_TOKENS, Part, quiet_between, split_text
+from voxport.run.longtext import PART_TOKENS, Part, check_budget, quiet_between, split_text
 from voxport.run.omnifish import Speaker
 from voxport.run.omnifish_request import Voice, Wish, check_wish
 from voxport.run.omnifish_speech import END, OmniSpeech
@@ -66,8 +65,7 @@ class Reading:
 
 def plan(speaker: Speaker, wish: Wish, budget: int = PART_TOKENS) -> list[Part]:
     """The parts in which a text would be read; a dialogue is one. UserError if it cannot be spoken."""
-    if budget < 1:
-        raise UserError(f"--part-tokens must be at least 1, not {budget}")
+    check_budget(budget)
     if wish.text is None:
         return [Part("")]
     text = check_script(wish.text, "the text", speaker.manifest, wish.tags).text

@@ -27,8 +27,9 @@ from voxport.run.omnifish_text import (
     style_text,
 )
 from voxport.run.request import DRAWN_SEEDS
-from voxport.run.sampler import check_sampling, check_seed
+from voxport.run.sampler import check_frames, check_sampling, check_seed
 from voxport.run.text import Script, check_script, frame_cap
+from voxport.run.values import is_number, is_whole
 
 DENOISE = "<|denoise|>"
 
@@ -109,6 +110,8 @@ def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
     around = [tuple(check_script(text, what, manifest, wish.tags).text for text in texts)
               for what, texts in (("the text before", wish.before), ("the text after", wish.after))]  # fmt: skip
     style = style_text(check_name(wish.language, manifest.prompt.languages, "language"), choose_instruct(wish, manifest))
+    if not isinstance(wish.voice, (Voice, type(None))):
+        raise UserError(f"a voice is what Speaker.hear or Shelf.load gave, not {type(wish.voice).__name__}")
     if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
         raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
     reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
@@ -157,28 +160,30 @@ def choose_settings(wish: Wish, manifest: OmniFishManifest) -> Settings:
     """The build's defaults with the wishes in their place, and a seed."""
     steps = manifest.generation.steps if wish.steps is None else wish.steps
     threshold = manifest.generation.threshold if wish.threshold is None else wish.threshold
-    if steps < 1:
-        raise UserError(f"--steps must be at least 1, not {steps}")
-    if threshold is not None and not 0 <= threshold <= 1:
-        raise UserError(f"--threshold is a probability, not {threshold}")
+    if not (is_whole(steps) and steps >= 1):
+        raise UserError(f"--steps must be a whole number of at least 1, not {steps!r}")
+    if threshold is not None and not (is_number(threshold) and 0 <= threshold <= 1):
+        raise UserError(f"--threshold is a probability, not {threshold!r}")
     semantic = choose_sampling(manifest.sampling, wish.temperature, wish.top_k, wish.top_p)
-    residual = choose_sampling(manifest.residual_sampling, wish.residual_temperature, wish.residual_top_k, wish.residual_top_p)
+    asked = (wish.residual_temperature, wish.residual_top_k, wish.residual_top_p)
+    residual = choose_sampling(manifest.residual_sampling, *asked, prefix="residual-")
     seed = secrets.randbelow(DRAWN_SEEDS) if wish.seed is None else check_seed(wish.seed)
     return Settings(seed, semantic, residual, steps, threshold)
 
 
-def choose_sampling(default: Sampling, temperature: float | None, top_k: int | None, top_p: float | None) -> Sampling:
+def choose_sampling(
+    default: Sampling, temperature: float | None, top_k: int | None, top_p: float | None, prefix: str = ""
+) -> Sampling:
+    """The default with what is given in its place; `prefix` is that of the flags."""
     given = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    return check_sampling(dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None}))
+    return check_sampling(dataclasses.replace(default, **{name: value for name, value in given.items() if value is not None}), prefix)
 
 
 def choose_frames(wish: Wish, script: Script, manifest: OmniFishManifest) -> int:
     """Frames T after which speech is cut: as wished, or by the rule of the text's length."""
     if wish.max_frames is None:
         return frame_cap(script, manifest.limits, 1)
-    if not 1 <= wish.max_frames <= manifest.codec.max_frames:
-        raise UserError(f"--max-frames must lie in 1..{manifest.codec.max_frames}, not {wish.max_frames}")
-    return wish.max_frames
+    return check_frames(wish.max_frames, manifest.codec.max_frames)
 
 
 def check_reference(

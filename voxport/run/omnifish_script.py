@@ -12,10 +12,10 @@ from voxport.run.omnifish_text import read_dialogue
 
 __all__ = ["LINE_FIELDS", "OWN_FLAGS", "TEXT_FLAGS", "Speaker", "Wish", "add_flags", "check_wish", "plan", "read", "read_stream", "read_wish"]
 OWN_FLAGS = ("dialogue", "language", "speaker", "quality", "instruct", "before", "after", "residual_temperature",
-             "residual_top_k", "steps", "threshold")  # fmt: skip
+             "residual_top_k", "residual_top_p", "steps", "threshold")  # fmt: skip
 TEXT_FLAGS = ("dialogue",)  # those of them that stand in place of --text
 LINE_FIELDS = {"language": str, "speaker": str, "quality": str, "instruct": str, "residual_temperature": (int, float),
-               "residual_top_k": int, "steps": int, "threshold": (int, float)}  # fmt: skip
+               "residual_top_k": int, "residual_top_p": (int, float), "steps": int, "threshold": (int, float)}  # fmt: skip
 WISHES = ("ref_audio", "ref_text", "temperature", "top_k", "top_p", "seed", "max_frames", "tags",
           *(flag for flag in OWN_FLAGS if flag not in ("dialogue", "before", "after")))  # fmt: skip
 
@@ -32,6 +32,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     add("--after", action="append", metavar="TEXT", help="sentence after the text, not spoken; may be repeated")
     add("--residual-temperature", type=float, help="of the nine codes that follow the first (default: the build's)")
     add("--residual-top-k", type=int, help="of the same, 0 is off (default: the build's)")
+    add("--residual-top-p", type=float, help="of the same, 1 is off (default: the build's)")
     add("--steps", type=int, help="rounds in which a block is revealed; more are slower and surer (default: the build's)")
     add("--threshold", type=float, help="reveal frames of more than this probability at once (default: the build's)")
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from voxport.manifest import Sampling
+from voxport.progress import plural
 from voxport.run.audio import FADE_SECONDS
 from voxport.run.omnifish_blocks import Dice
 from voxport.run.speech import Faded, Stopwatch, peak_rss_mb, save_arrays
@@ -134,7 +135,7 @@ class OmniSpeech(Faded):
         health, rss = self.health, self.health.peak_rss_mb
         split = ", ".join(f"{name} {value:.2f}" for name, value in health.real_time_factor.items() if name != "all")
         return (
-            f"{self.seconds:.2f} s of speech, {self.codes.shape[1]} frames in {len(self.frames_per_block)} blocks at "
+            f"{self.seconds:.2f} s of speech, {self.codes.shape[1]} frames in {plural(len(self.frames_per_block), 'block')} at "
             f"{health.frames_per_second:.1f} frames/s, RTF {health.real_time_factor['all']:.2f} ({split}), first sound after "
             f"{health.first_sound:.2f} s, peak RSS {'unknown' if rss is None else f'{rss:.0f} MB'}, "
             f"stopped by {self.finish_reason}, seed {self.seed}"

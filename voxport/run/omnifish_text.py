@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from voxport.errors import UserError
+from voxport.files import read_utf8
 from voxport.manifest_omnifish import OmniFishManifest, Prompt
 
 NOTHING = "None"  # stands for an absent language or instruction
@@ -70,6 +71,9 @@ def check_name(name: str | None, known: Sequence[str], what: str) -> str | None:
     """Return `name`; UserError with the nearest known one if the checkpoint does not know it."""
     if name is None or name in known:
         return name
+    if not isinstance(name, str):
+        raise UserError(f"a {what} is given by its name, not by {name!r}")
+    known = [each for each in known if each != NOTHING]
     near = difflib.get_close_matches(name, known, n=LISTED_NAMES, cutoff=0.0)
     hint = f"it knows {len(known)}, the nearest are {', '.join(near)}" if near else "it knows none"
     raise UserError(f"this checkpoint has no {what} {name!r}; {hint}")
@@ -87,12 +91,8 @@ def recordings(prompt: Prompt) -> list[str]:
 
 def read_dialogue(path: Path, manifest: OmniFishManifest) -> tuple[Turn, ...]:
     """Lines `speaker: text` of a UTF-8 file; blank lines do not count. UserError names the line at fault."""
-    try:
-        lines = Path(path).read_text(encoding="utf-8-sig").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"dialogue {path} cannot be read as UTF-8 text ({error})") from error
     turns = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_utf8(path, "dialogue").splitlines(), 1):
         found = TURN.fullmatch(line)
         if line.strip() and found is None:
             raise UserError(f"{path}, line {number}: {line[:40]!r} is not of the form 'speaker: text'")

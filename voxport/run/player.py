@@ -33,10 +33,10 @@ def wav_header(rate: int, num_samples: int | None = None) -> bytes:
 
 
 class Player:
-    """Takes chunks [n] float32 and writes them as 16-bit samples; `raw` leaves the header out."""
+    """Takes chunks [n] float32 and writes them as 16-bit samples; `raw` leaves the header out. `name` is for messages."""
 
-    def __init__(self, file: BinaryIO, rate: int, raw: bool):
-        self.file, self.rate, self.raw = file, rate, raw
+    def __init__(self, file: BinaryIO, rate: int, raw: bool, name: str):
+        self.file, self.rate, self.raw, self.name = file, rate, raw, name
         self.num_samples = 0
         if not raw:
             self._write(wav_header(rate))
@@ -59,7 +59,7 @@ class Player:
         except BrokenPipeError:
             raise PipeClosed from None
         except OSError as error:
-            raise WorkError(f"cannot write the stream: {describe(error)}") from error
+            raise WorkError(f"cannot write the stream to {self.name}: {describe(error)}") from error
 
 
 @contextlib.contextmanager
@@ -75,7 +75,7 @@ def open_player(target: str, rate: int, raw: bool) -> Iterator[Player]:
         raise WorkError(f"cannot write {target}: {describe(error)}") from error
     try:
         with contextlib.closing(file):
-            player = Player(file, rate, raw)
+            player = Player(file, rate, raw, target)
             yield player
             player.finish()
     except BaseException:
@@ -91,7 +91,7 @@ def _to_stdout(rate: int, raw: bool) -> Player:
         import msvcrt
 
         msvcrt.setmode(sys.stdout.fileno(), os.O_BINARY)
-    return Player(sys.stdout.buffer, rate, raw)
+    return Player(sys.stdout.buffer, rate, raw, "stdout")
 
 
 def silence_stdout() -> None:

@@ -14,7 +14,7 @@ from voxport.errors import UserError
 from voxport.run.audio import Form, write_sound
 from voxport.run.batch import BATCH
 from voxport.run.higgs import Speaker
-from voxport.run.longtext import PART_TOKENS, Part, quiet_between, split_text
+from voxport.run.longtext import PART_TOKENS, Part, check_budget, quiet_between, split_text
 from voxport.run.request import Wish, choose_dice
 from voxport.run.speech import Speech
 from voxport.run.stream import FIRST_FRAMES, SpeechStream
@@ -77,8 +77,7 @@ class Reading:
 
 def plan(speaker: Speaker, wish: Wish, budget: int = PART_TOKENS) -> list[Part]:
     """The parts in which a text would be read. UserError if it cannot be spoken."""
-    if budget < 1:
-        raise UserError(f"--part-tokens must be at least 1, not {budget}")
+    check_budget(budget)
     text = check_script(wish.text, "the text", speaker.manifest, wish.tags).text
     is_zero_shot = wish.voice is None and wish.ref_audio is None
     count = lambda piece: len(encode(speaker.tokenizer, piece))

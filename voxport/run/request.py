@@ -12,7 +12,7 @@ import numpy as np
 from voxport.errors import UserError
 from voxport.manifest import Manifest
 from voxport.run.audio import Reference, load_reference
-from voxport.run.sampler import Dice, check_sampling, check_seed, is_greedy
+from voxport.run.sampler import Dice, check_frames, check_sampling, check_seed, is_greedy
 from voxport.run.text import Script, check_script, frame_cap, most_frames
 
 GREEDY_WARNING = "without sampling (temperature 0 or top-k 1) speech tends to get stuck; it is for tests"
@@ -65,6 +65,8 @@ def check_wish(wish: Wish, manifest: Manifest) -> Request:
     script = check_script(wish.text, "the text", manifest, wish.tags)
     dice = choose_dice(wish, manifest)
     max_frames = choose_frames(wish, script, manifest)
+    if not isinstance(wish.voice, (Voice, type(None))):
+        raise UserError(f"a voice is what Speaker.hear or Shelf.load gave, not {type(wish.voice).__name__}")
     if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
         raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
     reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
@@ -96,9 +98,7 @@ def choose_frames(wish: Wish, script: Script, manifest: Manifest) -> int:
     limits, num_codebooks = manifest.limits, manifest.audio.num_codebooks
     if wish.max_frames is None:
         return frame_cap(script, limits, num_codebooks)
-    if not 1 <= wish.max_frames <= most_frames(limits, num_codebooks):
-        raise UserError(f"--max-frames must lie in 1..{most_frames(limits, num_codebooks)}, not {wish.max_frames}")
-    return wish.max_frames
+    return check_frames(wish.max_frames, most_frames(limits, num_codebooks))
 
 
 def why_unheard(ref_audio: object, ref_text: str | None, manifest: Manifest) -> tuple[str, ...]:

@@ -14,27 +14,36 @@ import numpy as np
 
 from voxport.errors import UserError
 from voxport.manifest import Audio, Sampling
+from voxport.run.values import is_number, is_whole
 
 STOP = -1  # what a finished utterance returns for every codebook
 SEED_LIMIT = 1 << 63  # seeds are signed 64-bit numbers, as most tools print and parse them
 
 
-def check_sampling(sampling: Sampling) -> Sampling:
-    """Return `sampling`; UserError names the value that cannot be used."""
-    if not (math.isfinite(sampling.temperature) and sampling.temperature >= 0):
-        raise UserError(f"--temperature must be a number of at least 0, not {sampling.temperature}")
-    if not 0 < sampling.top_p <= 1:
-        raise UserError(f"--top-p must lie above 0 and not above 1 (1 is off), not {sampling.top_p}")
-    if sampling.top_k < 0:
-        raise UserError(f"--top-k must be 0 (off) or more, not {sampling.top_k}")
+def check_sampling(sampling: Sampling, prefix: str = "") -> Sampling:
+    """Return `sampling`; UserError names the value that cannot be used, with `prefix` before its name where there are several."""
+    flag = f"--{prefix}"
+    if not (is_number(sampling.temperature) and math.isfinite(sampling.temperature) and sampling.temperature >= 0):
+        raise UserError(f"{flag}temperature must be a number of at least 0, not {sampling.temperature!r}")
+    if not (is_number(sampling.top_p) and 0 < sampling.top_p <= 1):
+        raise UserError(f"{flag}top-p must lie above 0 and not above 1 (1 is off), not {sampling.top_p!r}")
+    if not (is_whole(sampling.top_k) and sampling.top_k >= 0):
+        raise UserError(f"{flag}top-k must be 0 (off) or a whole number above, not {sampling.top_k!r}")
     return sampling
 
 
 def check_seed(seed: int) -> int:
     """Return `seed`; UserError unless it is a whole number from 0 to 2**63 - 1."""
-    if isinstance(seed, bool) or not isinstance(seed, (int, np.integer)) or not 0 <= seed < SEED_LIMIT:
-        raise UserError(f"--seed must be a whole number from 0 to {SEED_LIMIT - 1}, not {seed}")
+    if not (is_whole(seed) and 0 <= seed < SEED_LIMIT):
+        raise UserError(f"--seed must be a whole number from 0 to {SEED_LIMIT - 1}, not {seed!r}")
     return int(seed)
+
+
+def check_frames(max_frames: int, most: int) -> int:
+    """Return `max_frames`; UserError unless it is a whole number from 1 to `most`."""
+    if not (is_whole(max_frames) and 1 <= max_frames <= most):
+        raise UserError(f"--max-frames must be a whole number in 1..{most}, not {max_frames!r}")
+    return int(max_frames)
 
 
 def is_greedy(sampling: Sampling) -> bool:

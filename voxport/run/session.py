@@ -20,6 +20,7 @@ from voxport.errors import UserError, WorkError
 from voxport.manifest import FileRecord, Manifest, verify_files
 from voxport.memory import require_memory
 from voxport.run.external import check_external
+from voxport.run.values import is_whole
 
 CPU = "CPUExecutionProvider"
 CUDA = "CUDAExecutionProvider"
@@ -67,15 +68,15 @@ class Engine:
         """Complete a request: no provider means the `device` that the build is for, no threads means every usable core."""
         threads = usable_cores() if threads is None else threads
         most = max(LEAST_LIMIT, 4 * (os.cpu_count() or 1))
-        if not 1 <= threads <= most:
-            raise UserError(f"--threads must be at least 1 and at most {most}, not {threads}; each takes memory of its own")
+        if not (is_whole(threads) and 1 <= threads <= most):
+            raise UserError(f"--threads must be a whole number from 1 to {most}, not {threads!r}; each takes memory of its own")
         return cls(full_name(provider or device), threads, allow_fallback)
 
 
 def full_name(provider: str) -> str:
     """`cuda` -> `CUDAExecutionProvider`; full names pass; anything else is a UserError listing the choices."""
-    known = {name.lower(): name for name in (*SHORT_NAMES.values(), *ort.get_all_providers())}
-    name = SHORT_NAMES.get(provider.lower()) or known.get(provider.lower())
+    known = SHORT_NAMES | {name.lower(): name for name in (*SHORT_NAMES.values(), *ort.get_all_providers())}
+    name = known.get(provider.lower()) if isinstance(provider, str) else None
     if name is None:
         raise UserError(f"unknown provider {provider!r}; choose {', '.join(SHORT_NAMES)} or a full ONNX Runtime name")
     return name

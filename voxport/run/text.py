@@ -18,6 +18,7 @@ TAG = re.compile(r"<\|[^|>]{1,64}\|>")
 WORD = re.compile(r"[a-z0-9]+")
 TAG_POLICIES = ("error", "strip", "keep")  # what happens to a tag that the tokenizer does not know
 NORMALISERS = ("NFC", "NFD", "NFKC", "NFKD")
+LAYOUT = "\t\n\v\f\r\x85"  # control characters that only break lines or leave a space
 TOKENIZER_FILE = "tokenizer.json"
 
 
@@ -46,6 +47,7 @@ def check_script(text: str, what: str, manifest: Manifest, policy: str = "error"
     trimmed or normalised: spaces, line breaks and invisible characters go to the tokenizer as they are.
     """
     _check_characters(text, what)
+    odd = _control_characters(text, what)
     text, warnings = _treat_unknown_tags(text, what, manifest, policy)
     for token in manifest.structural_tokens:
         if token in text:
@@ -55,7 +57,7 @@ def check_script(text: str, what: str, manifest: Manifest, policy: str = "error"
     spoken = TAG.sub(lambda tag: "" if tag[0] in control else tag[0], text)
     if not any(character.isalnum() for character in TAG.sub("", spoken)):
         raise UserError(f"{what} {text[:40]!r} has no letter or digit to speak; write at least one word")
-    return Script(text, spoken, num_tags, warnings)
+    return Script(text, spoken, num_tags, odd + warnings)
 
 
 def _check_characters(text: str, what: str) -> None:
@@ -67,6 +69,12 @@ def _check_characters(text: str, what: str) -> None:
         text.encode("utf-8")
     except UnicodeEncodeError as error:
         raise UserError(f"{what} is not valid Unicode at character {error.start}; save or pass it as UTF-8") from None
+
+
+def _control_characters(text: str, what: str) -> tuple[str, ...]:
+    """A warning if there are characters in the text that steer terminals and printers."""
+    found = [f"U+{ord(c):04X}" for c in dict.fromkeys(text) if unicodedata.category(c) == "Cc" and c not in LAYOUT]
+    return (f"{what} holds control characters, which the model gets as they are: {' '.join(found[:8])}",) if found else ()
 
 
 def _treat_unknown_tags(text: str, what: str, manifest: Manifest, policy: str) -> tuple[str, tuple[str, ...]]:

@@ -18,7 +18,8 @@ from voxport.errors import DONE, UserError, WorkError, say
 from voxport.families import FAMILIES, check_flags
 from voxport.files import sha256_file, write_json
 from voxport.manifest import MANIFEST_NAME, BuildManifest, Manifest
-from voxport.progress import bar
+from voxport.progress import bar, plural
+from voxport.run.asks import describe_wish
 from voxport.run.cli import own_flags, read_form
 from voxport.run.lines import Recital, read_lines
 from voxport.run.longtext import part_budget
@@ -66,12 +67,14 @@ def speak(build: Build, speaker: Any, shelf: Shelf, arguments: argparse.Namespac
     if arguments.out is not None:
         form.check(arguments.out, speaker.manifest.codec.sample_rate)
     build.script.check_wish(wish, speaker.manifest)
-    name = arguments.save_voice or arguments.voice
+    name, asks = arguments.save_voice or arguments.voice, {"part_tokens": arguments.part_tokens, **describe_wish(wish)}
     if arguments.save_voice is not None:
         voice = shelf.save(name, speaker, wish.ref_audio, wish.ref_text, wish.tags)
         wish = dataclasses.replace(wish, ref_audio=None, ref_text=None, voice=voice)
+        say(f"the voice {name} is kept in {shelf.folder}")
     elif arguments.voice is not None:
         wish = dataclasses.replace(wish, voice=shelf.load(name, speaker))
+        asks = asks | {"voice_sha256": shelf.fingerprint(name)}
     speech = perform(build, speaker, wish, arguments)
     if arguments.out is not None:
         speech.save(arguments.out, form)
@@ -79,7 +82,8 @@ def speak(build: Build, speaker: Any, shelf: Shelf, arguments: argparse.Namespac
         speech.save_codes(arguments.save_codes)
     written = arguments.out or ("stdout" if arguments.stream == STDOUT else arguments.stream)
     say(f"{written}: {speech.health_line()}")
-    return {"out": arguments.out, "stream": arguments.stream, "voice": name, "form": dataclasses.asdict(form), **speech.report()}
+    files = {"out": arguments.out, "stream": arguments.stream, "form": dataclasses.asdict(form)}
+    return files | {"voice": name, "asks": asks, **speech.report()}
 
 
 def perform(build: Build, speaker: Any, wish: Any, arguments: argparse.Namespace) -> Any:
@@ -104,14 +108,15 @@ def speak_lines(build: Build, speaker: Any, shelf: Shelf, arguments: argparse.Na
         wish = dataclasses.replace(wish, voice=shelf.load(arguments.voice, speaker))
     recital = Recital(speaker, arguments.out_dir, wish, shelf, build.report(), read_form(arguments))
     counts = {"spoken": 0, "kept": 0, "failed": 0}
-    with bar(len(lines), "speaking", "line") as shown:
+    with recital.lock(), bar(len(lines), "speaking", "line") as shown:
         for outcome in recital.speak(lines, arguments.batch):
             shown.update()
             counts["failed" if outcome.error else "spoken" if outcome.speech else "kept"] += 1
             if outcome.error:
                 say(f"line {outcome.line.number} ({outcome.line.name}): {outcome.error}")
             elif outcome.speech:
-                say(f"{outcome.path}: {outcome.speech.health_line()}")
+                how = "; another take was there and is replaced" if outcome.replaced else ""
+                say(f"{outcome.path}: {outcome.speech.health_line()}{how}")
     say(f"{arguments.out_dir}: {counts['spoken']} spoken, {counts['kept']} there before, {counts['failed']} failed")
     return {"out_dir": arguments.out_dir, **counts}
 
@@ -132,7 +137,7 @@ def tend_voices(shelf: Shelf, arguments: argparse.Namespace) -> dict:
     voices = shelf.list()
     for name, facts in voices.items():
         say(facts.get("error") or f"{name}: {facts['seconds']:.1f} s, {facts['transcript'] or 'no transcript'}")
-    say(f"{len(voices)} voices in {shelf.folder}")
+    say(f"{plural(len(voices), 'voice')} in {shelf.folder}")
     return {"voices": voices}
 
 

@@ -22,7 +22,7 @@ import numpy as np
 import onnxruntime as ort
 
 from voxport.errors import BAD_INPUT, UserError, WorkError
-from voxport.files import atomic_path, is_folder, parse_json
+from voxport.files import atomic_path, is_folder, is_reserved, parse_json, sha256_file
 from voxport.manifest import BuildManifest
 from voxport.run.audio import HIGHEST_RATE, LOWEST_RATE, Reference, fit_to_codec
 from voxport.run.text import check_script
@@ -35,7 +35,6 @@ KEPT = 4  # builds and providers for which a voice is kept ready; some 90 MB eac
 READ_ERRORS = (OSError, ValueError, KeyError, TypeError, EOFError, RuntimeError, zipfile.BadZipFile)  # NotImplementedError is one
 # Each family has its own; all have `ref_text`, the transcript that was heard with it
 Voice = Any
-RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{i}" for port in ("com", "lpt") for i in range(10))}  # on Windows
 
 
 class Hearer(Protocol):
@@ -78,8 +77,8 @@ def default_shelf() -> Path:
 
 def check_name(name: str) -> str:
     """Return `name` if it can be a folder's name on every system; UserError otherwise."""
-    plain = name and len(name) <= LONGEST_NAME and all(c.isalnum() or c in "-_. " for c in name)
-    if not plain or name[0] in ". " or name[-1] in ". " or name.split(".")[0].lower() in RESERVED:
+    plain = isinstance(name, str) and name and len(name) <= LONGEST_NAME and all(c.isalnum() or c in "-_. " for c in name)
+    if not plain or name[0] in ". " or name[-1] in ". " or is_reserved(name):
         raise UserError(
             f"{name!r} cannot be the name of a voice: 1 to {LONGEST_NAME} letters, digits, '-', '_', '.' and spaces, "
             "beginning and ending with none of the last two"
@@ -114,9 +113,11 @@ class Shelf:
         return listed
 
     def save(self, name: str, speaker: Hearer, ref_audio, ref_text: str | None = None, tags: str = "error") -> Voice:
-        """Hear a reference and keep it as `name`, in place of a voice of that name. UserError if it cannot be a reference."""
+        """Hear a reference and keep it as `name`; the same again changes nothing. UserError if it cannot be a reference, or if
+        another recording or transcript is kept by that name: it may be the only copy."""
         check_name(name)
         reference, ref_text = speaker.check_reference(ref_audio, ref_text, tags)
+        self._refuse_loss(name, reference, ref_text)
         voice = speaker.hear_reference(reference, ref_text)
         facts = {"version": VERSION, "seconds": reference.seconds, "ref_text": ref_text, "rate": speaker.manifest.codec.sample_rate}
         try:
@@ -147,6 +148,10 @@ class Shelf:
             self._keep(name, key, voice, speaker)
         return voice
 
+    def fingerprint(self, name: str) -> str:
+        """SHA-256 of what is kept as `name`: the same for the same recording and transcript."""
+        return sha256_file(self._find(name) / SOURCE)
+
     def delete(self, name: str) -> None:
         """Forget a voice."""
         try:
@@ -160,6 +165,16 @@ class Shelf:
             known = f"there are: {', '.join(self.names())}" if self.names() else "there is none"
             raise UserError(f"no voice {name!r} in {self.folder}; {known}; save one with --save-voice")
         return self.folder / name
+
+    def _refuse_loss(self, name: str, reference: Reference, ref_text: str | None) -> None:
+        """UserError unless nothing is kept as `name` that could be heard, or only this very recording."""
+        try:
+            samples, facts = self._read_source(name)
+        except UserError:  # nothing is there, or nothing of use
+            return
+        if facts["ref_text"] != ref_text or not np.array_equal(samples, reference.samples):
+            raise UserError(f"the voice {name!r} is another recording or has another transcript; choose another name, or forget it"
+                            f" first: --delete-voice {name!r}")  # fmt: skip
 
     def _read_source(self, name: str) -> tuple[np.ndarray, dict]:
         """Samples [n] of the reference, and its facts: `seconds`, `ref_text`, and unless it is old `rate`."""

@@ -1,8 +1,9 @@
-"""One build at a time: a lock file that the operating system gives back when its holder dies."""
+"""One process at a time in a folder: a lock file that the operating system gives back when its holder dies."""
 
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 
 from voxport.errors import UserError
@@ -29,7 +30,7 @@ class Lock:
 
     def __init__(self, path: Path, taken: str = BUILDING):
         """UserError with the words `taken`, in which {process} is who holds it, if the lock is taken."""
-        self.path, self.taken = path, taken.replace("{folder}", str(path.parents[1]))
+        self.path, self.taken = path, taken.replace("{folder}", str(path.absolute().parents[1]))
         self.handle = self._acquire()
         os.ftruncate(self.handle, 0)
         os.lseek(self.handle, 0, os.SEEK_SET)
@@ -40,7 +41,7 @@ class Lock:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             try:
                 handle = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o666)
-            except FileNotFoundError:  # the build before this one has just removed its scratch folder
+            except FileNotFoundError:  # who was there before has just removed the folder of its lock
                 continue
             try:
                 _try_lock(handle)
@@ -62,6 +63,12 @@ class Lock:
             return self.path.read_text(encoding="ascii") or "unknown"
         except OSError:
             return "unknown"
+
+    def __enter__(self) -> Lock:
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: types.TracebackType | None) -> None:
+        self.release()
 
     def release(self) -> None:
         """Give the lock back and remove its file. May be called twice."""
