@@ -333,7 +333,7 @@ def test_a_text_that_ends_at_once_is_told(speaker):
     case = next(c for c in facts("axial_px")["e2e"] if c["name"] == "empty")
     wish = Wish(case["text"], tuple(map(tuple, case["turns"] or ())), case["language"], instruct=case["instruct"],
                 before=case["before"], after=case["after"])  # fmt: skip
-    with pytest.raises(WorkError, match="ended its speech before it began"):
+    with pytest.raises(WorkError, match="before it began; try a --temperature above 0, another text"):
         speaker.grant(wish)
 
 

@@ -37,6 +37,7 @@ from voxport.run.omnifish_request import Request, Voice, Wish, check_reference, 
 from voxport.run.omnifish_residual import make_residual
 from voxport.run.omnifish_speech import END, MAX_FRAMES, OmniSpeech, measure
 from voxport.run.omnifish_text import encode_prompt
+from voxport.run.sampler import is_greedy
 from voxport.run.session import Engine, Parts
 from voxport.run.speech import Stopwatch
 from voxport.run.stamps import Stamps
@@ -290,7 +291,8 @@ class Take:
         """The same of speech that is over. WorkError if there is none."""
         codes = self.codes(blocks)
         if not codes.shape[1]:
-            raise WorkError("the model ended its speech before it began; try another seed, text or voice")
+            drawn = "a --temperature above 0" if is_greedy(self.request.settings.semantic) else "another seed"
+            raise WorkError(f"the model ended its speech before it began; try {drawn}, another text or another voice")
         return codes
 
     def is_cut(self, blocks: list[Block]) -> bool:
