@@ -155,6 +155,19 @@ def test_a_line_whose_sound_is_gone_or_damaged_is_spoken_again(how, tmp_path):
     assert again.speech is not None and again.replaced == (how != "gone") and sound.read_bytes() == whole
 
 
+@pytest.mark.parametrize("place, works", [("voxport.run.asks._hash", True), ("voxport.run.lines.record_file", False)])
+def test_a_file_that_cannot_be_read_holds_up_no_other_line(place, works, tmp_path, monkeypatch):
+    def refuse(path, *facts):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    write_sound(tmp_path / "b.wav", VOICE[0], VOICE[1])
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello", "ref_audio": str(tmp_path / "b.wav")}, {"text": "Hello"})
+    recite(tmp_path, lines)
+    monkeypatch.setattr(place, refuse)
+    outcomes = recite(tmp_path, lines)
+    assert len(outcomes) == 2 and all((outcome.error is None) == works for outcome in outcomes.values())
+
+
 @pytest.mark.parametrize("mine", ["a.wav", "a.json"])
 def test_a_file_that_no_line_made_is_not_replaced(mine, tmp_path):
     (tmp_path / "out").mkdir()

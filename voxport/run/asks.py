@@ -23,13 +23,16 @@ def describe_wish(wish: Any) -> dict:
 
 
 def hash_sound(source: Any) -> str | None:
-    """SHA-256 of a file, or of samples with their rate; None if there is none. A file that has not changed is read once."""
+    """SHA-256 of a file, or of samples with their rate; None if none can be read. A file that has not changed is read once."""
     if isinstance(source, tuple):
         return hashlib.sha256("/".join(hash_array(each) for each in source).encode("ascii")).hexdigest()
     if source is None or not is_file(source):
         return None
-    seen = os.stat(source)
-    return _hash(os.fspath(source), seen.st_size, seen.st_mtime_ns)
+    try:
+        seen = os.stat(source)
+        return _hash(os.fspath(source), seen.st_size, seen.st_mtime_ns)
+    except OSError:  # whoever opens it to listen says what is wrong
+        return None
 
 
 def hash_array(array: Any) -> str:

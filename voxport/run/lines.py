@@ -14,7 +14,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from voxport.errors import UserError
+from voxport.errors import UserError, WorkError, describe
 from voxport.files import (
     LONGEST_NAME,
     check_plain_name,
@@ -202,7 +202,10 @@ class Recital:
         told = self._told(line) or {}
         if told.get("asks") != self._asks(line) or told.get("build") != self.build or not is_file(self._path(line)):
             return False
-        return told.get("sound") == dataclasses.asdict(record_file(self._path(line)))
+        try:
+            return told.get("sound") == dataclasses.asdict(record_file(self._path(line)))
+        except OSError:  # it cannot be read, so nobody can say that it is whole
+            return False
 
     def _told(self, line: Line) -> dict | None:
         """The report of an earlier run on what it made under the line's name, None if there is none."""
@@ -231,10 +234,10 @@ class Recital:
             write_json(self._report_path(line), report)  # whatever stops this run now: the next one knows the file as its own
             made.save(path, self.form)
             write_json(self._report_path(line), report | {"sound": dataclasses.asdict(record_file(path))} | made.report())
-        except UserError as error:
+        except (UserError, OSError) as error:
             if not os.path.lexists(path):
                 self._report_path(line).unlink(missing_ok=True)
-            return Outcome(line, path, error=error)
+            return Outcome(line, path, error=error if isinstance(error, UserError) else WorkError(describe(error)))
         return Outcome(line, path, made, replaced=replaced)
 
 
