@@ -173,7 +173,7 @@ class Recital:
             raise UserError(f"{path} is the recording of the voice itself; choose another name or --out-dir, it would be lost")
         strange = next((each for each in (path, report) if os.path.lexists(each)), None)
         if strange is not None and self._told(line) is None:
-            raise UserError(f"{strange} is there and was not made from lines; choose another name or --out-dir, it would be lost")
+            raise UserError(f"{strange} would be lost: no report beside it says that it was made from lines; choose another name or --out-dir")
 
     def _wish(self, line: Line) -> Any:
         asks = dict(line.asks)
