@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from voxport.errors import DONE, UserError, run_script, say, start_quietly
+from voxport.errors import DONE, EXIT_CODES, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -20,7 +20,7 @@ from voxport.manifest import HIGGS, Manifest, Part
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="_build_text_embed.py", description=__doc__)
+    p = argparse.ArgumentParser(prog="_build_text_embed.py", description=__doc__, epilog=EXIT_CODES)
     p.add_argument("folder", type=Path, metavar="DIR", help="build folder made by optimize.py")
     p.add_argument("--checkpoint", type=Path, metavar="DIR",
                    help="the checkpoint that the folder was built from (default: where it lay then)")  # fmt: skip

@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, FAILED, UserError, run_script, say, start_quietly
+from voxport.errors import BY_SIGNALS, DONE, FAILED, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -25,7 +25,8 @@ GREEDY_TEXTS = 2  # texts of the greedy run and the teacher-forced comparison; a
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog="exit codes: 0 every level passed, 1 not, 2 wrong input")
+    codes = f"exit codes: 0 every level passed, 1 not, 2 wrong input, {BY_SIGNALS}"
+    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog=codes)
     p.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="build folder to judge")
     p.add_argument("--reference", metavar="DIR|demo", help="the original checkpoint (default: the one that the manifest records)")
     p.add_argument("--compare", type=Path, metavar="DIR", help="judge a second build of the same checkpoint beside it")

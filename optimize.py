@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, run_script, say, start_quietly
+from voxport.errors import DONE, EXIT_CODES, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -20,7 +20,7 @@ from voxport.files import check_folder
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="optimize.py", description=__doc__)
+    p = argparse.ArgumentParser(prog="optimize.py", description=__doc__, epilog=EXIT_CODES)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the build will run (default: cpu)")
     p.add_argument("--precision", choices=("int4", "fp16", "fp32"), default="int4",
                    help="of the language model's weights; the codec is always fp32 (default: int4)")  # fmt: skip

@@ -6,7 +6,7 @@ import argparse
 import os
 from pathlib import Path
 
-from voxport.errors import UserError
+from voxport.errors import EXIT_CODES, UserError
 from voxport.families import FAMILIES
 from voxport.files import is_same_file
 from voxport.manifest import MANIFEST_NAME
@@ -32,7 +32,7 @@ class Once(argparse.Action):
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """The command line. Defaults of None come from the build or are chosen at run time."""
     parser = argparse.ArgumentParser(
-        prog="inference.py", description=description, allow_abbrev=False, epilog="exit codes: 0 done, 1 failed, 2 wrong input"
+        prog="inference.py", description=description, allow_abbrev=False, epilog=EXIT_CODES
     )
     families = [family.script.add_flags for family in FAMILIES.values()]
     for add_group in (add_speech, add_voices, add_lines, add_sampling, add_output, add_machine, add_checks, *families):
