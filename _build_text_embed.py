@@ -5,7 +5,7 @@ import sys
 import time
 from pathlib import Path
 
-from voxport.errors import DONE, UserError, run_script, say, start_quietly
+from voxport.errors import DONE, EXIT_CODES, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -16,11 +16,11 @@ from voxport.build.folder import BuildFolder
 from voxport.build.higgs import COMPONENTS, stream_text_embed
 from voxport.build.parts import TEXT_EMBED, plan_parts
 from voxport.build.prove import prove_whole
-from voxport.manifest import HIGGS, Manifest, Part
+from voxport.manifest import HIGGS, Manifest, Part, verify_files
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="_build_text_embed.py", description=__doc__)
+    p = argparse.ArgumentParser(prog="_build_text_embed.py", description=__doc__, epilog=EXIT_CODES)
     p.add_argument("folder", type=Path, metavar="DIR", help="build folder made by optimize.py")
     p.add_argument("--checkpoint", type=Path, metavar="DIR",
                    help="the checkpoint that the folder was built from (default: where it lay then)")  # fmt: skip
@@ -68,7 +68,9 @@ def main(argv: list[str]) -> int:
         raise UserError(f"{args.folder} holds a {manifest.family} build; only {HIGGS} builds have this {TEXT_EMBED}")
     checkpoint = open_source(manifest, args.checkpoint, args.codec_from)
     start = time.perf_counter()
+    verify_files(args.folder, manifest.files)
     with BuildFolder(args.folder, manifest, keep_intermediate=True) as folder:
+        folder.require_whole([TEXT_EMBED])
         rebuild(folder, checkpoint, part_precision(manifest))
     size = sum(record.bytes for record in folder.manifest.parts[TEXT_EMBED].files.values())
     say(f"{TEXT_EMBED:16} {size / 1e6:9.1f} MB  {time.perf_counter() - start:.1f} s")

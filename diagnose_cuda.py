@@ -9,7 +9,7 @@ from pathlib import Path
 
 import onnxruntime as ort
 
-from voxport.errors import DONE, FAILED, UserError, run_script, say, start_quietly
+from voxport.errors import BY_SIGNALS, DONE, FAILED, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -21,7 +21,7 @@ from voxport.run.session import CUDA, full_name
 
 
 def make_parser() -> argparse.ArgumentParser:
-    codes = "exit codes: 0 it agrees with the CPU, 1 it does not, 2 wrong input or no such provider"
+    codes = f"exit codes: 0 it agrees with the CPU, 1 it does not, 2 wrong input or no such provider, {BY_SIGNALS}"
     p = argparse.ArgumentParser(prog="diagnose_cuda.py", description=__doc__, epilog=codes)
     p.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="build folder to try")
     p.add_argument("--provider", default=CUDA, help=f"cuda, dml, coreml or an ONNX Runtime name (default: {CUDA})")

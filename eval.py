@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
-from voxport.errors import DONE, FAILED, UserError, run_script, say, start_quietly
+from voxport.errors import BY_SIGNALS, DONE, FAILED, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -15,9 +16,12 @@ from voxport.judge import report
 from voxport.judge.finding import PASS, verdict
 from voxport.judge.listeners import Resemblyzer, Whisper
 from voxport.judge.page import write_page
-from voxport.judge.reference import find_reference
+from voxport.judge.reference import check_alike, find_reference
 from voxport.judge.trial import Questions, Trial, beside, try_build
+from voxport.manifest import BuildManifest
+from voxport.run.audio import load_reference
 from voxport.run.load import load_speaker
+from voxport.run.text import load_tokenizer
 
 DEFAULT_TEXTS = ("Hello there, and welcome aboard the morning train.", "What shall we do now? The light changes.")
 TEXTS_NAME = "eval_texts.txt"
@@ -25,7 +29,8 @@ GREEDY_TEXTS = 2  # texts of the greedy run and the teacher-forced comparison; a
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog="exit codes: 0 every level passed, 1 not, 2 wrong input")
+    codes = f"exit codes: 0 every level passed, 1 not, 2 wrong input, {BY_SIGNALS}"
+    p = argparse.ArgumentParser(prog="eval.py", description=__doc__, epilog=codes)
     p.add_argument("--model-path", type=Path, required=True, metavar="DIR", help="build folder to judge")
     p.add_argument("--reference", metavar="DIR|demo", help="the original checkpoint (default: the one that the manifest records)")
     p.add_argument("--compare", type=Path, metavar="DIR", help="judge a second build of the same checkpoint beside it")
@@ -82,15 +87,40 @@ def read_voices(folder: Path) -> list[Path]:
     return found
 
 
-def try_folder(folder: Path, args: argparse.Namespace) -> Trial:
-    """Judge one folder and print its table."""
-    # a judge must look at a build that its own proof would refuse
-    speaker = load_speaker(
+def check_arguments(args: argparse.Namespace) -> None:
+    """What can be said of the flags alone, before hours of work."""
+    if args.frames < 1:
+        raise UserError(f"--frames must be at least 1, not {args.frames}")
+    if args.ref_text is not None and args.ref_audio is None:
+        raise UserError("--ref-text is the transcript of a recording: name that with --ref-audio")
+    for path in (args.output, args.html):
+        if path is not None:
+            check_target(path)
+
+
+def load(folder: Path, args: argparse.Namespace) -> Any:
+    """The family's Speaker. A judge must look at a build that its own proof would refuse."""
+    return load_speaker(
         folder, provider=args.provider, threads=args.threads, allow_fallback=args.allow_fallback, verify=False,
         warn=lambda message: say(f"warning: {message}"),
     )  # fmt: skip
-    checkpoint = find_reference(args.reference, speaker.manifest)
-    trial = try_build(speaker, checkpoint, args.reference or speaker.manifest.source.id, ask(args, checkpoint))
+
+
+def inspect(folder: Path, args: argparse.Namespace) -> BuildManifest:
+    """The manifest of a build whose files are all as it says; UserError if one is not, or if the recording to clone is none."""
+    speaker = load(folder, args)
+    for name in speaker.manifest.parts:
+        speaker.parts.check_files(name)
+    load_tokenizer(folder, speaker.manifest)
+    if args.ref_audio is not None:
+        load_reference(args.ref_audio, speaker.manifest.codec, speaker.manifest.limits)
+    return speaker.manifest
+
+
+def try_folder(folder: Path, args: argparse.Namespace, checkpoint: Path, questions: Questions) -> Trial:
+    """Judge one folder and print its table."""
+    speaker = load(folder, args)
+    trial = try_build(speaker, checkpoint, args.reference or speaker.manifest.source.id, questions)
     stream = sys.stderr if args.json else sys.stdout
     say(report.table(trial.findings), stream)
     say(f"verdict: {verdict(trial.findings)}", stream)
@@ -99,12 +129,13 @@ def try_folder(folder: Path, args: argparse.Namespace) -> Trial:
 
 def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
-    if args.frames < 1:
-        raise UserError(f"--frames must be at least 1, not {args.frames}")
-    for path in (args.output, args.html):  # known before hours of work
-        if path is not None:
-            check_target(path)
-    trials = [try_folder(folder, args) for folder in (args.model_path, args.compare) if folder is not None]
+    check_arguments(args)
+    folders = [folder for folder in (args.model_path, args.compare) if folder is not None]
+    manifests = [inspect(folder, args) for folder in folders]
+    check_alike(manifests[0], manifests[-1], f"--compare {args.compare}")
+    checkpoint = find_reference(args.reference, manifests[0])
+    questions = ask(args, checkpoint)
+    trials = [try_folder(folder, args, checkpoint, questions) for folder in folders]
     results = [trial.result for trial in trials]
     if args.output:
         write_json(args.output, results[0] if len(results) == 1 else {"builds": results})

@@ -5,14 +5,15 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, run_script, say, start_quietly
+from voxport.errors import DONE, EXIT_CODES, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
 
-from voxport.build.download import DEFAULT_ID, find_checkpoint
-from voxport.build.job import Job, all_components, choose_family, make_parts
-from voxport.build.place import check_place
+from voxport.build.ahead import plan_ahead
+from voxport.build.download import DEFAULT_ID, download, look_up
+from voxport.build.job import Job, all_components, choose_family, describe_result, make_parts
+from voxport.build.place import check_place, check_source
 from voxport.build.plan import Plan
 from voxport.build.recipes import DEFAULT_RECIPE, RECIPES, describe_recipes
 from voxport.families import FAMILIES
@@ -20,13 +21,14 @@ from voxport.files import check_folder
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(prog="optimize.py", description=__doc__)
+    p = argparse.ArgumentParser(prog="optimize.py", description=__doc__, epilog=EXIT_CODES)
     p.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="where the build will run (default: cpu)")
     p.add_argument("--precision", choices=("int4", "fp16", "fp32"), default="int4",
                    help="of the language model's weights; the codec is always fp32 (default: int4)")  # fmt: skip
     p.add_argument("--checkpoint", default=DEFAULT_ID, metavar="ID|DIR|demo",
                    help=f"hub id, folder, or 'demo' for the small one that comes with the toolkit (default: {DEFAULT_ID})")  # fmt: skip
     p.add_argument("--output", type=Path, metavar="DIR", help="build folder (default: onnx/<device>_<precision>)")
+    p.add_argument("--replace", action="store_true", help="let the build take the place of one of another checkpoint in its folder")
     p.add_argument("--components", type=component_list, metavar="A,B",
                    help=f"parts to build, of {','.join(all_components())} (default: all that the checkpoint has)")  # fmt: skip
     p.add_argument("--recipe", choices=tuple(RECIPES), default=DEFAULT_RECIPE, metavar="NAME",
@@ -35,7 +37,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--skip-extract", action="store_true", help="reuse the Qwen3 checkpoint kept by --keep-intermediate")
     p.add_argument("--keep-intermediate", action="store_true", help="keep <output>/.build with the extracted Qwen3 checkpoint")
     p.add_argument("--plan", action="store_true",
-                   help="print what each part will need in memory and on disk, and what this machine has, and build nothing")  # fmt: skip
+                   help="print what each part will need in memory and on disk, and what this machine has; build and download nothing")  # fmt: skip
     p.add_argument("--json", action="store_true", help="print one object about the build on stdout")
     p.add_argument("--family", choices=[family.short for family in FAMILIES.values()],
                    help="of the checkpoint (default: told by its config.json)")  # fmt: skip
@@ -56,25 +58,37 @@ def main(argv: list[str]) -> int:
     args = parser().parse_args(argv)
     output = args.output or Path("onnx") / f"{args.device}_{args.precision}"
     check_folder(output, "--output")
-    found = find_checkpoint(args.checkpoint, Path("model"), args.skip_download)
+    found = look_up(args.checkpoint, Path("model"), args.skip_download)
     check_place(output, found.folder)
+    if found.lacks_weights:
+        if not args.replace:
+            check_source(output, found.id)
+        if args.plan:
+            plan_ahead(args, found, output)
+            return DONE
+    found = download(found)
     job = FAMILIES[choose_family(args, found.folder)].builder.make_job(args, found)
     components = job.choose(args.components)
     plan = job.plan(components, output)
     if args.plan:
-        for line in plan.lines():
-            say(line, sys.stdout)
+        plan.tell()
+    if not args.replace:
+        job.check_output(output)
     plan.require()
     return DONE if args.plan else build(job, components, plan, output, args.json)
 
 
 def build(job: Job, components: tuple[str, ...], plan: Plan, output: Path, in_json: bool) -> int:
     """Make the parts and put the build in place."""
+    change = job.describe_change(output, components)
     builder = job.open(output)
     with builder.folder:
+        builder.folder.require_whole(components)
         say(builder.licences)
+        if change:
+            say(change)
         seconds = make_parts(builder, components, plan)
-    say(f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav")
+    say(describe_result(output, builder.folder.manifest, job.components))
     if in_json:
         parts = {n: sum(r.bytes for r in p.files.values()) for n, p in builder.folder.manifest.parts.items()}
         say(json.dumps({"output": str(output), "seconds": seconds, "bytes": parts}), sys.stdout)

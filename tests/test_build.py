@@ -37,6 +37,7 @@ from voxport.build import check
 from voxport.build.check import PartSession, cosine, decoder_states
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.higgs import COMPONENTS
+from voxport.build.job import describe_result
 from voxport.errors import WorkError, run_script
 from voxport.manifest import MANIFEST_NAME, Manifest, verify_files
 
@@ -411,6 +412,68 @@ def test_only_the_part_that_was_harmed_is_made_again(harm, scratch, capsys):
     assert (scratch / "audio_embed.onnx.data").read_bytes() == before
 
 
+@pytest.mark.parametrize("harm", [Path.unlink, truncate], ids=["delete", "truncate"])
+def test_a_part_that_was_harmed_is_not_lost_by_building_another(harm, scratch, capsys):
+    harm(scratch / "audio_embed.onnx.data")
+    before = {path.name: path.read_bytes() for path in scratch.iterdir()}
+    flags = ["--checkpoint", str(TINY), "--output", str(scratch), "--precision", "fp32", "--components", "text_embed"]
+    assert run_script(optimize.main, flags) == 2
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "audio_embed are missing or cut" in said and "--components text_embed,audio_embed" in said
+    assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
+    assert rebuild(scratch, capsys) == {"audio_embed"}
+
+
+def test_a_part_that_is_harmed_meanwhile_is_not_lost_and_what_was_made_is_kept(scratch, monkeypatch, capsys):
+    flip_a_byte(scratch / "text_embed.onnx.data")
+    real = check.CHECKS["text_embed"]
+    monkeypatch.setitem(check.CHECKS, "text_embed", lambda *args: (real(*args), (scratch / "audio_embed.onnx").unlink()))
+    manifest = (scratch / MANIFEST_NAME).read_bytes()
+    flags = ["--checkpoint", str(TINY), "--output", str(scratch), "--precision", "fp32", "--components"]
+    assert run_script(optimize.main, [*flags, "text_embed"]) == 2
+    assert "--components text_embed,audio_embed" in capsys.readouterr().err
+    assert (scratch / MANIFEST_NAME).read_bytes() == manifest
+    monkeypatch.undo()
+    assert rebuild(scratch, capsys, components=("text_embed", "audio_embed")) == {"audio_embed"}
+    assert set(Manifest.read(scratch).parts) == set(LIGHT)
+
+
+def test_what_was_begun_holds_no_parts_of_a_build_that_is_gone(scratch, monkeypatch):
+    flip_a_byte(scratch / "text_embed.onnx.data")
+    (scratch / "audio_heads.onnx").unlink()
+    monkeypatch.setitem(check.CHECKS, "audio_heads", lambda *_: (_ for _ in ()).throw(WorkError("off")))
+    flags = ["--checkpoint", str(TINY), "--output", str(scratch), "--precision", "fp32", "--components"]
+    assert run_script(optimize.main, [*flags, "text_embed,audio_heads"]) == 1
+    for path in [path for path in scratch.iterdir() if path.is_file()]:
+        path.unlink()
+    assert run_script(optimize.main, [*flags, "text_embed"]) == 0
+    assert set(Manifest.read(scratch).parts) == {"text_embed"}
+
+
+def test_a_file_of_no_part_that_is_gone_is_dropped_with_a_warning(scratch, capsys):
+    edit_json(scratch / MANIFEST_NAME, lambda m: m["files"].update({"extra.json": {"bytes": 2, "sha256": "0" * 64}}))
+    capsys.readouterr()
+    build(TINY, scratch, "--precision", "fp32", "--components", "text_embed")
+    assert "warning: extra.json is missing or cut" in capsys.readouterr().err and "extra.json" not in Manifest.read(scratch).files
+
+
+def test_a_partial_build_says_what_is_missing_and_a_whole_one_how_to_speak(scratch, tiny_build, capsys):
+    rebuild(scratch, capsys)
+    capsys.readouterr()
+    build(TINY, scratch, "--precision", "fp32", "--components", "text_embed")
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.endswith("it cannot speak yet; add what is missing with --components llm_decoder,audio_tokenizer")
+    build(TINY, tiny_build, "--precision", "fp32")
+    assert capsys.readouterr().err.splitlines()[-1].endswith('--text "..." --out x.wav')
+
+
+def test_a_build_that_lacks_only_what_cloning_takes_says_so(tiny_build):
+    manifest = Manifest.read(tiny_build)
+    without = dataclasses.replace(manifest, parts={name: part for name, part in manifest.parts.items() if name != "audio_encoder"})
+    assert without.lacks() == []
+    assert describe_result(tiny_build, without, COMPONENTS).endswith("--out x.wav; to clone voices, add --components audio_encoder")
+
+
 def test_another_rope_table_makes_only_the_decoder_again(tiny_build, tiny_build_exact):
     rounded, exact = Manifest.read(tiny_build), Manifest.read(tiny_build_exact)
     differ = {name for name in COMPONENTS if rounded.parts[name] != exact.parts[name]}
@@ -418,9 +481,17 @@ def test_another_rope_table_makes_only_the_decoder_again(tiny_build, tiny_build_
     assert (rounded.recipe["rope_table"], exact.recipe["rope_table"]) == ("bf16", "exact")
 
 
-def test_another_checkpoint_makes_everything_again(scratch, tmp_path, capsys):
+def test_a_build_of_another_checkpoint_is_refused_and_makes_everything_again_if_allowed(scratch, tmp_path, capsys):
     edit_json(link_checkpoint(tmp_path / "other") / "config.json", lambda c: c["text_config"].update(rms_norm_eps=1e-5))
-    build(tmp_path / "other", scratch, "--precision", "fp32", "--components", "audio_embed")
+    before = {path.name: path.read_bytes() for path in scratch.iterdir()}
+    flags = ["--precision", "fp32", "--components", "audio_embed"]
+    assert run_script(optimize.main, ["--checkpoint", str(tmp_path / "other"), "--output", str(scratch), *flags]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("error: ") and said.count("\n") == 1
+    assert f"holds a build of the higgs checkpoint {TINY}" in said and str(tmp_path / "other") in said and "--replace" in said
+    assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
+    build(tmp_path / "other", scratch, *flags, "--replace")
+    assert f"another checkpoint in place of {TINY}" in capsys.readouterr().err
     manifest = Manifest.read(scratch)
     assert set(manifest.parts) == {"audio_embed"}, "parts of the first checkpoint must not be left in the manifest"
 

@@ -125,6 +125,17 @@ def test_a_part_that_fails_its_check_leaves_the_old_one(scratch, monkeypatch, ca
     assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
 
 
+@pytest.mark.parametrize(
+    "name, remedy", [("audio_embed.onnx.data", "--components text_embed,audio_embed"), ("tokenizer.json", "build it again")]
+)
+def test_a_file_that_is_gone_beside_it_is_not_dropped_from_the_manifest(name, remedy, scratch, capsys):
+    (scratch / name).unlink()
+    before = {path.name: path.read_bytes() for path in scratch.iterdir()}
+    said = refusal(capsys, scratch)
+    assert name.removesuffix(".onnx.data") in said and remedy in said
+    assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
+
+
 def test_an_extraction_that_is_kept_there_stays(scratch):
     kept = scratch / ".build" / "qwen3_standalone" / "config.json"
     kept.parent.mkdir(parents=True)

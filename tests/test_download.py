@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 from checkpoints import CONFIG_FILES, tiny_tensors, with_duplicates, write_checkpoint
-from conftest import DEMO, ROOT, TINY, run_cli
+from conftest import DEMO, ROOT, TINY, build, run_cli
 from hub import NEW_ID, OLD_ID, REVISION, serve
 
-from voxport.build.download import DEFAULT_ID, find_checkpoint
+from voxport.build.download import DEFAULT_ID, look_up
 from voxport.build.fetch import partial_path
 from voxport.errors import UserError
 from voxport.files import sha256_file
@@ -21,10 +21,10 @@ from voxport.manifest import Manifest
 FIND = """
 import sys
 from pathlib import Path
-from voxport.build.download import find_checkpoint
+from voxport.build.download import download, look_up
 from voxport.errors import run_script
 def main(argv):
-    found = find_checkpoint(argv[0], Path("model"), "--skip-download" in argv)
+    found = download(look_up(argv[0], Path("model"), "--skip-download" in argv))
     print(found.id, found.revision, found.folder.as_posix())
     return 0
 sys.exit(run_script(main))
@@ -219,10 +219,66 @@ def test_a_build_from_the_hub_records_id_and_revision(hub, tmp_path):
     assert Path(manifest.source.path) == tmp_path / "model" / "higgs-audio-v3-tts-4b"
 
 
+def plan(hub, tmp_path, *arguments, **more) -> subprocess.CompletedProcess:
+    return run_cli("optimize.py", "--checkpoint", NEW_ID, "--plan", *arguments, env=environment(hub, tmp_path, **more), cwd=tmp_path)
+
+
+def test_a_plan_fetches_no_weights_and_leaves_nothing(hub, tmp_path):
+    """And says of the build what it would say with the weights here, but for what they took last time."""
+    done = plan(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert hub.fetched() == {"config.json", "codec_config.json"}
+    assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
+    first, *table = done.stdout.splitlines()
+    assert first.startswith(f"download: 0.0 GB of {NEW_ID} to come into model/higgs-tts-3-4b (")
+    here = run_cli("optimize.py", "--checkpoint", TINY, "--plan", "--output", tmp_path / "new").stdout.splitlines()
+    assert [line.split()[:7] for line in table[:-1]] == [line.split()[:7] for line in here[:-1]] and len(table) > 6
+    part = plan(hub, tmp_path, "--components", "audio_embed").stdout.splitlines()
+    assert [line.split()[0] for line in part] == ["download:", "part", "audio_embed", "needed"]
+
+
+def test_a_plan_of_a_checkpoint_that_is_here_is_made_from_it(hub, tmp_path):
+    assert find(hub, tmp_path, NEW_ID).returncode == 0
+    hub.requests.clear()
+    done = plan(hub, tmp_path)
+    assert done.returncode == 0 and done.stdout.startswith("part ") and hub.fetched() == set()
+
+
+def test_a_plan_that_cannot_fit_beside_the_download_is_refused(hub, tmp_path):
+    room = "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(1, 1, {})\n"
+    small = {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
+    size = (hub.folder / "model.safetensors").stat().st_size
+    for free, message in ((size // 2, f"downloading {NEW_ID} needs"), (size + 10_000_000, "the build needs")):
+        (tmp_path / "sitecustomize.py").write_text(room.format(free))
+        done = plan(hub, tmp_path, **small)
+        assert message in one_line(done, code=2) and "part " in done.stdout
+    (tmp_path / "sitecustomize.py").write_text(room.format(size + 100_000_000))
+    assert plan(hub, tmp_path, **small).returncode == 0
+
+
+def test_a_family_whose_sizes_stand_in_its_weights_is_planned_as_far_as_it_goes(hub, tmp_path, repository):
+    shutil.copytree(repository, tmp_path / "other")
+    (tmp_path / "other" / "config.json").write_text('{"llm_config": {}}', encoding="utf-8")
+    hub.folder = tmp_path / "other"
+    done = plan(hub, tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert [line.split()[0] for line in done.stdout.splitlines()] == ["download:", "what"]
+    assert hub.fetched() <= {"config.json", "codec_config.json"}
+
+
+@pytest.mark.parametrize("flags", [(), ("--plan",)])
+def test_a_build_in_place_is_not_downloaded_for_in_vain(flags, hub, tmp_path):
+    build(TINY, tmp_path / "out", "--components", "audio_embed")
+    arguments = ["--checkpoint", NEW_ID, "--output", tmp_path / "out", *flags]
+    message = one_line(run_cli("optimize.py", *arguments, env=environment(hub, tmp_path), cwd=tmp_path), code=2)
+    assert f"checkpoint {TINY}, which one of the checkpoint {NEW_ID}, still to be downloaded, would replace" in message
+    assert hub.fetched() == set()
+
+
 def test_the_demo_and_a_folder_need_no_network(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert find_checkpoint("demo", tmp_path, False).folder == DEMO
-    found = find_checkpoint(str(TINY), tmp_path, False)
+    assert look_up("demo", tmp_path, False).folder == DEMO
+    found = look_up(str(TINY), tmp_path, False)
     assert (found.id, found.revision, found.folder) == (str(TINY), None, TINY)
 
 
@@ -232,7 +288,7 @@ def test_the_demo_and_a_folder_need_no_network(tmp_path, monkeypatch):
 def test_a_name_that_is_neither_folder_nor_id_is_refused(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(UserError, match="neither 'demo', nor an existing folder, nor a hub id"):
-        find_checkpoint(name, tmp_path, False)
+        look_up(name, tmp_path, False)
 
 
 def test_the_default_is_the_published_checkpoint():

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import warnings
 from pathlib import Path
 
 import numpy as np
@@ -11,14 +12,19 @@ from conftest import TINY, build, run_cli
 from faults import (
     change_theta, copy_build, double_one_scale, repair_manifest, see_the_future, skip_one_query_norm, swap_codebooks, zero_codebooks,
 )  # fmt: skip
+from omnifish_builds import LOCAL, built
 from safetensors.torch import load_file, save_file
 
+import eval as judge_script
+import inference
 from voxport.build.check import CHECKS
 from voxport.build.checkpoint import Checkpoint
+from voxport.errors import UserError, run_script
 from voxport.judge.finding import FAIL, NOT_JUDGED, PASS, Finding, verdict
-from voxport.judge.levels import Bench, judge_all, kl_divergence
-from voxport.judge.reference import Original
+from voxport.judge.levels import Bench, judge_all, kl_divergence, speak_cases
+from voxport.judge.reference import Original, check_alike
 from voxport.judge.spectra import log_mel_distance
+from voxport.manifest import Manifest
 from voxport.run.higgs import Speaker
 
 REQUESTS = [{"text": "Hello there, and welcome aboard the morning train."}, {"text": "What shall we do now?"}]
@@ -134,6 +140,73 @@ def test_eval_script_passes_a_clean_build_and_writes_its_report(tiny_build, tmp_
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((tmp_path / "r.json").read_text(encoding="utf-8"))
     assert report["verdict"] == PASS and all(f["figures"] or f["verdict"] == NOT_JUDGED for f in report["findings"])
+
+
+def refusal(capsys, *arguments) -> str:
+    """What eval.py says in one line, having judged nothing."""
+    capsys.readouterr()
+    assert run_script(judge_script.main, [str(argument) for argument in arguments]) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and printed.err.startswith("error: ") and printed.err.count("\n") == 1
+    return printed.err
+
+
+def rewrite_source(folder: Path, **changes) -> Path:
+    manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
+    manifest["source"] |= changes
+    (folder / "manifest.json").write_text(json.dumps(manifest), encoding="utf-8")
+    return folder
+
+
+def test_a_second_build_that_cannot_be_compared_is_refused_before_the_first_is_judged(tiny_build, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(judge_script, "try_build", lambda *_: pytest.fail("judged"))
+    flags = ["--model-path", tiny_build, "--reference", TINY, "--compare"]
+    assert "holds no manifest.json" in refusal(capsys, *flags, tmp_path / "gone")
+    other = rewrite_source(copy_build(tiny_build, tmp_path / "other"), id="another", fingerprint="another")
+    assert f"--compare {other} was built from the higgs checkpoint another" in refusal(capsys, *flags, other)
+    fish = built("axial_px")
+    assert f"--compare {fish} was built from the omnifish checkpoint" in refusal(capsys, *flags, fish)
+
+
+def test_builds_of_one_commit_are_compared_wherever_its_files_lay(tiny_build, tmp_path):
+    first, second = (Manifest.read(rewrite_source(copy_build(tiny_build, tmp_path / name), id="a/b", revision="c", fingerprint=name))
+                     for name in ("one", "two"))  # fmt: skip
+    check_alike(first, second, "--compare two")
+    without = [dataclasses.replace(m, source=dataclasses.replace(m.source, revision=None)) for m in (first, second)]
+    with pytest.raises(UserError, match="checkpoint a/b as its files were at another time"):
+        check_alike(*without, "--compare two")
+
+
+def test_a_transcript_without_recording_and_a_recording_that_is_none_are_refused(tiny_build, tmp_path, capsys):
+    flags = ["--model-path", tiny_build, "--reference", TINY]
+    assert "--ref-audio" in refusal(capsys, *flags, "--ref-text", "Hello")
+    assert "gone.wav" in refusal(capsys, *flags, "--ref-audio", tmp_path / "gone.wav")
+
+
+@pytest.mark.parametrize("name", ["audio_embed.onnx.data", "audio_embed.onnx", "tokenizer.json"])
+def test_a_file_that_is_gone_is_named_as_it_is_by_speaking(name, tiny_build, tmp_path, capsys):
+    folder = copy_build(tiny_build, tmp_path / "broken")
+    (folder / name).unlink()
+    said = refusal(capsys, "--model-path", folder, "--reference", TINY)
+    assert f"{folder / name} is missing; build it again or copy the whole folder" in said
+    assert ("--components audio_embed" in said) == name.startswith("audio_embed")
+    assert run_script(inference.main, ["--model-path", str(folder), "--text", "Hi", "--out", str(tmp_path / "x.wav")]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_a_checkpoint_of_another_family_is_no_reference(tiny_build, capsys):
+    said = refusal(capsys, "--model-path", built("axial_px"), "--reference", "demo")
+    assert "demo is a checkpoint of the higgs family, the build is of omnifish" in said
+    assert "omnifish family" in refusal(capsys, "--model-path", tiny_build, "--reference", LOCAL / "axial_px")
+
+
+def test_a_judge_does_not_warn_of_the_greed_that_it_asks_for(tiny_build):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        speaker = Speaker.load(tiny_build, verify=False)
+        speak_cases(speaker, REQUESTS, 2)
+    with pytest.warns(UserWarning, match="without sampling"):
+        speaker.speak("Hello", temperature=0.0, max_frames=2)
 
 
 def test_a_verdict_without_evidence_is_never_a_pass():

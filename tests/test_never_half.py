@@ -1,6 +1,7 @@
 """Never half a build: killed, full or interrupted, what lies in the folder is a whole build, and the next run goes on."""
 
 import dataclasses
+import gc
 import json
 import os
 import random
@@ -48,6 +49,7 @@ def fork_and_run(action) -> int:
     """Run `action` in a forked process; its exit code, negative if a signal ended it."""
     pid = os.fork()
     if pid == 0:
+        gc.disable()  # to collect a session would be to wait for its threads, which a fork has not
         try:
             os.setpgid(0, 0)
             action()
@@ -89,7 +91,7 @@ def mine(tiny_int4, tmp_path) -> Path:
 @posix
 @pytest.mark.timeout(600)
 def test_a_build_killed_at_random_moments_leaves_a_build_that_speaks_and_ends_as_if_undisturbed(mine, other_checkpoint, tmp_path):
-    flags = ["--precision", "int4"]
+    flags = ["--precision", "int4", "--replace"]
     start = time.perf_counter()
     assert start_build(other_checkpoint, tmp_path / "undisturbed", *flags).wait() == 0
     lasts = time.perf_counter() - start
@@ -299,7 +301,7 @@ def test_a_full_disk_leaves_the_old_build_and_room_lets_the_next_run_go_on(small
     disk, grow = small_disk
     place = shutil.copytree(tiny_int4, disk / "build")
     before = listing(place)
-    flags = ["--checkpoint", str(other_checkpoint), "--output", str(place), "--precision", "int4"]
+    flags = ["--checkpoint", str(other_checkpoint), "--output", str(place), "--precision", "int4", "--replace"]
     assert run_script(optimize.main, flags) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and "is full" in said and "run again" in said

@@ -338,7 +338,9 @@ def test_the_script_finds_the_family_and_demands_what_no_weight_tells(tmp_path):
         (["--heads-precision", "int4"], "--heads-precision has no use"), (["--steps", "0"], "steps is 0"),
         (["--block-size", "-1"], "block_size is -1"),
         (["--attention", "explicit", "--precision", "fp16", "--device", "cuda"], "explicit"),
-        (["--family", "higgs"], "higgs"), (["--codec", "nowhere"], "holds no Fish codec"),
+        (["--family", "higgs"], "axial_px is a checkpoint of the omnifish family"),
+        (["--family", "omnifish", "--checkpoint", "demo"], "demo is a checkpoint of the higgs family"),
+        (["--codec", "nowhere"], "holds no Fish codec"),
     ],
 )  # fmt: skip
 def test_the_script_refuses_before_it_writes(flags, message, tmp_path):

@@ -1,16 +1,27 @@
 """A build goes into a folder of its own, and what is asked of files is done or refused."""
 
+import dataclasses
+import json
 import shutil
+from pathlib import Path
 
 import pytest
-from conftest import TINY
+from checkpoints import edit_json, link_checkpoint
+from conftest import TINY, build
+from omnifish_builds import LOCAL, built, checkpoint
 
 import inference
 import optimize
-from voxport.build.place import check_place
-from voxport.errors import UserError, run_script
-from voxport.manifest import MANIFEST_NAME
+from voxport.build import check
+from voxport.build.omnifish_checkpoint import OmniFishCheckpoint
+from voxport.build.omnifish_parts import part_names
+from voxport.build.place import check_place, check_source, describe_change
+from voxport.build.recipes import DEFAULT_RECIPE
+from voxport.errors import UserError, WorkError, run_script
+from voxport.manifest import HIGGS, MANIFEST_NAME, Manifest
+from voxport.manifest_omnifish import CHAIN, MTP_LAYERS
 from voxport.run.audio import Form
+from voxport.run.cli import find_build
 
 
 @pytest.mark.parametrize("name", ["LICENSE", "tokenizer.json", "mine.onnx"])
@@ -47,3 +58,95 @@ def test_a_stream_refuses_what_it_would_ignore(flags, tiny_build, tmp_path, caps
 def test_a_rate_of_zero_is_no_rate(tmp_path):
     with pytest.raises(UserError, match="cannot hold 0 Hz"):
         Form(rate=0).check(tmp_path / "x.wav", 24000)
+
+
+@pytest.fixture
+def other_build(tmp_path):
+    """A build of the demo, in name: the manifest alone, with files that it does not list."""
+    manifest = json.loads((build(TINY, tmp_path / "out", "--components", "audio_embed") / MANIFEST_NAME).read_text(encoding="utf-8"))
+    manifest["source"] |= {"id": "demo", "fingerprint": "another"}
+    (tmp_path / "out" / MANIFEST_NAME).write_text(json.dumps(manifest), encoding="utf-8")
+    return tmp_path / "out"
+
+
+def test_a_build_of_another_family_is_refused_before_the_work(other_build, monkeypatch, capsys):
+    monkeypatch.setattr(OmniFishCheckpoint, "check_finite", lambda self: pytest.fail("the weights were read"))
+    flags = ["--checkpoint", str(LOCAL / "axial_px"), "--codec", str(LOCAL / "codec"), "--output", str(other_build)]
+    before = sorted(path.name for path in other_build.rglob("*"))
+    for plan in ([], ["--plan"]):
+        assert run_script(optimize.main, [*flags, *plan]) == 2
+        said = capsys.readouterr().err
+        assert "holds a build of the higgs checkpoint demo" in said and f"omnifish checkpoint {LOCAL / 'axial_px'} would replace" in said
+    assert run_script(optimize.main, [*flags, "--plan", "--replace"]) == 0
+    assert sorted(path.name for path in other_build.rglob("*")) == before
+
+
+def test_a_checkpoint_that_has_changed_since_is_said_to_be_the_same_one(other_build):
+    with pytest.raises(UserError, match="higgs checkpoint demo as its files were then, which one of the higgs checkpoint demo"):
+        check_source(other_build, "demo", HIGGS, "now")
+    check_source(other_build, "demo", HIGGS, "another")
+    check_source(other_build.parent / "new", "demo", HIGGS, "now")
+
+
+def test_what_was_only_begun_of_another_checkpoint_gives_way(tmp_path, monkeypatch):
+    other = link_checkpoint(tmp_path / "other")
+    edit_json(other / "config.json", lambda c: c["text_config"].update(rms_norm_eps=1e-5))
+    monkeypatch.setitem(check.CHECKS, "audio_heads", lambda *_: (_ for _ in ()).throw(WorkError("off")))
+    flags = ["--output", str(tmp_path / "out"), "--components", "audio_embed,audio_heads"]
+    assert run_script(optimize.main, ["--checkpoint", str(other), *flags]) == 1
+    assert (tmp_path / "out" / ".build" / "next" / "audio_embed.onnx").exists()
+    monkeypatch.undo()
+    assert run_script(optimize.main, ["--checkpoint", str(TINY), *flags]) == 0
+    assert Manifest.read(tmp_path / "out").source.id == str(TINY)
+
+
+def test_the_same_checkpoint_is_built_another_way_and_what_changes_is_said(tmp_path, capsys):
+    folder, said = tmp_path / "out", lambda: [line for line in capsys.readouterr().err.splitlines() if f"the build in {tmp_path}" in line]
+    rest = "; parts that were not asked for stay as they are"
+    build(TINY, folder, "--components", "audio_embed")
+    assert said() == []
+    build(TINY, folder, "--components", "audio_embed", "--recipe", "rtn-64", "--rope-table", "exact")
+    change = f"recipe rtn-64 in place of {DEFAULT_RECIPE}, rope table exact in place of bf16"
+    assert said() == [f"changes the build in {folder}: {change}{rest}"]
+    build(TINY, folder, "--components", "audio_embed", "--precision", "fp32", "--device", "cuda", "--rope-table", "exact")
+    assert said() == [f"changes the build in {folder}: device cuda in place of cpu, precision fp32 in place of int4{rest}"]
+    (folder / MANIFEST_NAME).write_text("{}", encoding="utf-8")
+    build(TINY, folder, "--components", "audio_embed")
+    assert said() == [f"replaces the build in {folder}, which cannot be read"]
+
+
+def test_a_whole_build_replaces_the_one_in_place(tiny_build):
+    manifest = Manifest.read(tiny_build)
+    same = lambda **changes: describe_change(tiny_build, manifest.source.fingerprint, manifest.recipe | changes)
+    assert same() is None and same(heads="int8") == f"replaces the build in {tiny_build}: heads int8 in place of default"
+    assert describe_change(tiny_build, "other", manifest.recipe).endswith(f": another checkpoint in place of {TINY}")
+
+
+def test_a_build_that_cannot_speak_is_not_chosen_for_it(tiny_build, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    manifest = json.loads((tiny_build / MANIFEST_NAME).read_text(encoding="utf-8"))
+
+    def place(name, *without):
+        (tmp_path / "onnx" / name).mkdir(parents=True)
+        kept = {part: value for part, value in manifest["parts"].items() if part not in without}
+        (tmp_path / "onnx" / name / MANIFEST_NAME).write_text(json.dumps(manifest | {"parts": kept}), encoding="utf-8")
+
+    with pytest.raises(UserError, match="no build under .*onnx; make one with optimize.py"):
+        find_build(None)
+    place("partial", "llm_decoder", "audio_encoder")
+    with pytest.raises(UserError, match="onnx/partial lacks llm_decoder; add what is missing with optimize.py --components llm_decoder"):
+        find_build(None)
+    place("whole", "audio_encoder")  # speaking does not take it
+    assert find_build(None) == Path("onnx/whole") and find_build("onnx/partial") == Path("onnx/partial")
+    place("other")
+    with pytest.raises(UserError, match="several builds.*: onnx/other, onnx/whole$"):
+        find_build(None)
+
+
+def test_speaking_takes_the_parts_of_the_residual_decoder_that_is_there():
+    manifest = Manifest.read(built("axial_px"))
+    assert manifest.lacks() == []
+    without = dataclasses.replace(manifest, parts={})
+    assert set(without.lacks()) == {*part_names(checkpoint("axial_px"))} - {"mtp_prime", "codec_encoder"}
+    chain = dataclasses.replace(without, residual=dataclasses.replace(manifest.residual, kind=CHAIN))
+    assert set(chain.lacks()) == set(without.lacks()) - {"mtp_step"} | set(MTP_LAYERS)

@@ -1,5 +1,6 @@
 """Stopped at any moment, or with nobody left to read: whole files or none, one line, the exit code that shells expect."""
 
+import importlib
 import io
 import json
 import os
@@ -232,3 +233,11 @@ def test_reports_of_paths_that_are_no_unicode_can_be_read_again(tiny_build, tmp_
     if done.returncode != 0:
         pytest.skip("this file system wants Unicode")
     assert os.path.isfile(name) and os.fsencode(json.loads((tmp_path / "x.json").read_text(encoding="utf-8"))["out"]) == name
+
+
+@pytest.mark.parametrize("script", ["optimize", "eval", "inference", "diagnose_cuda", "_build_text_embed"])
+def test_help_tells_every_exit_code(script, capsys):
+    with pytest.raises(SystemExit):
+        importlib.import_module(script).main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "2 wrong input" in said and "128 and the signal's number" in said and "143 SIGTERM" in said

@@ -10,6 +10,8 @@ from collections.abc import Callable, Iterator
 
 DONE, FAILED, BAD_INPUT = 0, 1, 2
 BY_SIGNAL = 128  # added to the number of the signal that ended a script, as shells do: 130 for Ctrl-C, 143 for SIGTERM
+BY_SIGNALS = "128 and the signal's number if a signal ended it (130 Ctrl-C, 143 SIGTERM, 129 SIGHUP)"
+EXIT_CODES = f"exit codes: 0 done, 1 failed, 2 wrong input, {BY_SIGNALS}"  # what --help ends with
 LONGEST_LINE = 2000  # characters of a message
 PATIENCE = 1.0  # seconds for which further signals are ignored, so that an impatient user does not cut the cleaning short
 STOPS = {name: getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)}

@@ -130,10 +130,20 @@ def _remedy(error: OSError) -> str:
 
 def free_disk(path: Path) -> float:
     """Free bytes where `path` lies or will lie."""
+    return float(shutil.disk_usage(_ground(path)).free)
+
+
+def share_disk(one: Path, other: Path) -> bool:
+    """Whether two paths lie, or will lie, on one file system."""
+    return os.stat(_ground(one)).st_dev == os.stat(_ground(other)).st_dev
+
+
+def _ground(path: Path) -> Path:
+    """What is there of a path."""
     path = Path(path).absolute()
     while not path.exists():
         path = path.parent
-    return float(shutil.disk_usage(path).free)
+    return path
 
 
 def write_json(path: Path, value: object) -> None:

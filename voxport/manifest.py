@@ -22,6 +22,7 @@ from voxport.manifest_values import check_values
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+SPEAKING = ("llm_decoder", "text_embed", "audio_embed", "audio_heads", "audio_tokenizer")  # parts of a Higgs build, all but its encoder
 
 
 @dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Proof:
 
 class BuildManifest:
     """What the manifests of all families can do. Each has `schema_version`, `family`, `created`, `target`, `source`, `licence`,
-    `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own."""
+    `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own; and `speaking_parts()`."""
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> typing.Any:
@@ -237,6 +238,10 @@ class BuildManifest:
         if name not in self.parts:
             raise UserError(f"this build has no {name}; add it with optimize.py --components {name}")
         return self.parts[name]
+
+    def lacks(self) -> list[str]:
+        """The parts without which the build cannot speak; to clone a voice it may need more."""
+        return [name for name in self.speaking_parts() if name not in self.parts]
 
     def _check_names(self, where: str) -> None:
         for name, template in dataclasses.asdict(self.kv_cache).items():
@@ -276,6 +281,10 @@ class Manifest(BuildManifest):
     parts: dict[str, Part]
     files: dict[str, FileRecord]
     proof: Proof | None = None
+
+    def speaking_parts(self) -> tuple[str, ...]:
+        """Those that every utterance takes."""
+        return SPEAKING
 
 
 def record_file(path: Path) -> FileRecord:

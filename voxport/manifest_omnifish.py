@@ -121,3 +121,8 @@ class OmniFishManifest(BuildManifest):
     files: dict[str, FileRecord]
     codec_path: str = ""
     proof: Proof | None = None
+
+    def speaking_parts(self) -> tuple[str, ...]:
+        """Those that every utterance takes."""
+        residual = (MTP_STEP,) if self.residual.kind == AXIAL else MTP_LAYERS
+        return (BODY, TEXT_EMBED, AUDIO_EMBED, SEMANTIC_HEAD, *residual, CODEC_DECODER)

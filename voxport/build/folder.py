@@ -11,7 +11,7 @@ import dataclasses
 import os
 import shutil
 import types
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 from voxport.build.swap import LOCK, NEXT, WORK, recover, replace_build
@@ -43,6 +43,7 @@ class BuildFolder:
         self._earlier = [(home, found) for home in (self.folder, self.next) if (found := read_manifest(home)) is not None]
         self._made = self.next.exists()
         self._present: set[str] = set()  # files that this run put into `next`, or found there and trusts
+        self._settled: list[str] = []  # parts that this run made, or was asked for and found
         self.next.mkdir(exist_ok=True)
         self.manifest = self._merge(manifest)
 
@@ -82,11 +83,13 @@ class BuildFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _merge(self, manifest: Manifest) -> Manifest:
-        """`manifest` with the parts and files of earlier builds of the same checkpoint, those in place first."""
+        """`manifest` with the parts and files of earlier builds of the same checkpoint, those in place first. What was begun lists
+        parts that were to serve on from the build in place; they are not its own."""
         parts, files = {}, {}
-        for _, found in reversed(self._earlier):
+        for home, found in reversed(self._earlier):
             if found.source.fingerprint == manifest.source.fingerprint:
-                parts |= found.parts
+                own = lambda part: home != self.next or all(_has(home, name, record) for name, record in part.files.items())
+                parts |= {name: part for name, part in found.parts.items() if own(part)}
                 files |= found.files
         return self._with_proof(dataclasses.replace(manifest, parts=parts, files=files, proof=None))
 
@@ -103,7 +106,7 @@ class BuildFolder:
             except UserError:
                 continue
             self._take(home, part.files)
-            self._record(parts=self.manifest.parts | {name: part})
+            self._settle(name, part)
             return True
         return False
 
@@ -131,7 +134,7 @@ class BuildFolder:
         self._present.update(records)
         part = dataclasses.replace(part, graph=graph.name, files=records)
         self._made = True
-        self._record(parts=self.manifest.parts | {name: part})
+        self._settle(name, part)
 
     def copy_in(self, source: Path, name: str) -> None:
         """Copy a file that belongs to no part and record it."""
@@ -146,30 +149,52 @@ class BuildFolder:
         self.manifest = dataclasses.replace(self.manifest, proof=proof)
         self.manifest.write(self.next)
 
+    def _settle(self, name: str, part: Part) -> None:
+        self._settled.append(name)
+        self._record(parts=self.manifest.parts | {name: part})
+
     def _record(self, **changes) -> None:
         self.manifest = self._with_proof(dataclasses.replace(self.manifest, **changes))
         self.manifest.write(self.next)
 
+    def require_whole(self, asked: Collection[str]) -> None:
+        """UserError if a part that is to serve on, and is not among those `asked` for, is not whole any more."""
+        broken = [name for name, part in self.manifest.parts.items() if name not in asked and not self._home_of(part.files)]
+        if broken:
+            raise UserError(
+                f"{self.folder}: files of {', '.join(broken)} are missing or cut; the build there is as it was, and what was made now is"
+                f" kept: make all of it whole with optimize.py --components {','.join(dict.fromkeys([*asked, *broken]))}"
+            )
+
     def complete(self) -> None:
-        """Bring in the parts and files that this run was not asked about; those that are gone are dropped with a warning."""
-        for name, part in list(self.manifest.parts.items()):
-            if not self._bring(part.files):
-                say(f"warning: {name} is not whole any more and is left out; build it again with --components {name}")
-                self._record(parts={n: p for n, p in self.manifest.parts.items() if n != name})
+        """Bring in the parts and files that this run was not asked about. UserError if a part is not whole any more; other files
+        that are gone are dropped with a warning."""
+        self.require_whole(self._settled)
+        for part in self.manifest.parts.values():
+            self._bring(part.files)
         for name, record in list(self.manifest.files.items()):
             if not self._bring({name: record}):
+                say(f"warning: {name} is missing or cut and is left out of {self.folder}")
                 self._record(files={n: r for n, r in self.manifest.files.items() if n != name})
 
     def _bring(self, files: dict[str, FileRecord]) -> bool:
         """Whether `next` has these files by now, or could take them from an earlier build that recorded them."""
+        home = self._home_of(files)
+        if home is None:
+            return False
+        if not self._present.issuperset(files):
+            self._take(home, files)
+        return True
+
+    def _home_of(self, files: dict[str, FileRecord]) -> Path | None:
+        """Where these files lie whole: `next`, or an earlier build that recorded them."""
         if self._present.issuperset(files):
-            return True
+            return self.next
         for home, found in self._earlier:
             recorded = found.files | {name: r for part in found.parts.values() for name, r in part.files.items()}
             if files.items() <= recorded.items() and all(_has(home, name, record) for name, record in files.items()):
-                self._take(home, files)
-                return True
-        return False
+                return home
+        return None
 
     def commit(self) -> None:
         """Let `next` take the place of the build in the folder, unless they are the same."""

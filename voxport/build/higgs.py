@@ -8,7 +8,7 @@ from pathlib import Path
 from _ref.higgs import GREEDY_TEMPERATURE, PLACEHOLDER
 from voxport.build import builder as base
 from voxport.build import llm
-from voxport.build.checkpoint import Checkpoint, Vocabulary, read_vocabulary
+from voxport.build.checkpoint import Checkpoint, Vocabulary, read_codec_config, read_config, read_vocabulary
 from voxport.build.download import Found
 from voxport.build.folder import STANDALONE, BuildFolder, is_begun
 from voxport.build.parts import OLIVE_PARTS
@@ -126,12 +126,25 @@ class Builder(base.Builder):
 def open_checkpoint(found: Found, recipe: Recipe, codec_from: Path | None) -> Checkpoint:
     """Check the checkpoint and that this recipe can be made from it. UserError before anything is written."""
     checkpoint = Checkpoint.open(found.folder, codec_from)
+    check_widths(checkpoint, recipe)
+    return checkpoint
+
+
+def outline(configs: Path, recipe: Recipe, codec_from: Path | None) -> Checkpoint:
+    """A checkpoint of which only the config files are here: it has sizes and no tensors."""
+    own = codec_from is None or (configs / "codec_config.json").is_file()
+    checkpoint = Checkpoint(configs, read_config(configs), read_codec_config(configs if own else codec_from), {})
+    check_widths(checkpoint, recipe)
+    return checkpoint
+
+
+def check_widths(checkpoint: Checkpoint, recipe: Recipe) -> None:
+    """UserError if a width of the body cannot be cut into blocks."""
     block, config = recipe.body_block, checkpoint.config
     if block is not None:
         for size in (config.hidden_size, config.intermediate_size, config.num_heads * config.head_dim):
             if size % block.block_size:
                 raise UserError(f"a width of {size} cannot be rounded in blocks of {block.block_size}; take --precision fp32")
-    return checkpoint
 
 
 def open_build(checkpoint: Checkpoint, found: Found, recipe: Recipe, output: Path, codec_from: Path | None = None,

@@ -10,9 +10,10 @@ from voxport.build.download import Found
 from voxport.build.higgs import COMPONENTS
 from voxport.build.job import Job
 from voxport.build.plan import needs
+from voxport.families import HIGGS
 from voxport.files import read_json
 
-__all__ = ["COMPONENTS", "OWN_FLAGS", "add_flags", "make_job", "recognises"]
+__all__ = ["COMPONENTS", "OWN_FLAGS", "add_flags", "make_job", "outline", "recognises"]
 OWN_FLAGS = ("codec_from", "heads_precision", "rope_table")  # of optimize.py, that only this family knows
 
 
@@ -34,9 +35,19 @@ def recognises(folder: Path) -> bool:
 
 def make_job(args: argparse.Namespace, found: Found) -> Job:
     """Check that the flags fit the checkpoint."""
-    recipe = higgs.Recipe(args.device, args.precision, args.heads_precision, args.rope_table or "bf16", args.recipe)
+    recipe = read_recipe(args)
     checkpoint = higgs.open_checkpoint(found, recipe, args.codec_from)
     open_build = lambda output: higgs.open_build(
         checkpoint, found, recipe, output, args.codec_from, args.skip_extract, args.keep_intermediate
     )
-    return Job(checkpoint, recipe, COMPONENTS, needs, open_build)
+    return Job(HIGGS, found.id, checkpoint, recipe, COMPONENTS, needs, open_build)
+
+
+def outline(args: argparse.Namespace, found: Found) -> Job:
+    """The job of a checkpoint of which only the config files are in the folder: to be planned, not opened."""
+    recipe = read_recipe(args)
+    return Job(HIGGS, found.id, higgs.outline(found.folder, recipe, args.codec_from), recipe, COMPONENTS, needs)
+
+
+def read_recipe(args: argparse.Namespace) -> higgs.Recipe:
+    return higgs.Recipe(args.device, args.precision, args.heads_precision, args.rope_table or "bf16", args.recipe)

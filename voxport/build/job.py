@@ -9,22 +9,27 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from voxport.build.place import check_source, describe_change
 from voxport.build.plan import PROOF, Need, Plan, make_plan, remember_seconds
 from voxport.errors import UserError, say
 from voxport.families import FAMILIES, check_flags
+from voxport.manifest import BuildManifest
 from voxport.progress import clock
 
 
 @dataclass(frozen=True)
 class Job:
-    """A checkpoint and a recipe that fit each other. `components` are all parts of the build, `needs` tells what each takes, and
-    `open` locks the build folder and returns its builder. Nothing is written before."""
+    """A checkpoint, called `source`, and a recipe that fit each other. `components` are all parts of the build, `needs` tells what
+    each takes, and `open` locks the build folder and returns its builder, None where only a plan can be made. Nothing is written
+    before."""
 
+    family: str
+    source: str
     checkpoint: Any
     recipe: Any
     components: tuple[str, ...]
     needs: Callable[[Any, Any], Mapping[str, Need]]
-    open: Callable[[Path], Any]
+    open: Callable[[Path], Any] | None = None
 
     def choose(self, asked: tuple[str, ...] | None) -> tuple[str, ...]:
         """The parts to build; UserError for one that this checkpoint has not."""
@@ -33,18 +38,34 @@ class Job:
             raise UserError(f"this checkpoint has no part {foreign[0]}; choose from {', '.join(self.components)}")
         return asked or self.components
 
+    def check_output(self, output: Path) -> None:
+        """UserError if a finished build of something else lies there."""
+        check_source(output, self.source, self.family, self.checkpoint.fingerprint())
+
+    def describe_change(self, output: Path, components: tuple[str, ...]) -> str | None:
+        """What of a finished build there gives way to these parts of this one."""
+        return describe_change(output, self.checkpoint.fingerprint(), self.recipe.record(), {*components} == {*self.components})
+
     def plan(self, components: tuple[str, ...], output: Path) -> Plan:
         return make_plan(self.checkpoint, self.recipe, components, output, self.needs)
 
 
 def choose_family(args: argparse.Namespace, folder: Path) -> str:
     """The family of a checkpoint: the one named, else the first that recognises its own, else the first, whose reader then says
-    what is missing. UserError for a flag that has no use with it."""
+    what is missing. UserError if the one named is another's, or for a flag that has no use with it."""
     named = [name for name, family in FAMILIES.items() if family.short == args.family]
-    recognised = [name for name, family in FAMILIES.items() if not named and family.builder.recognises(folder)]
+    recognised = recognise(folder)
+    if named and recognised and named[0] not in recognised:
+        kind = FAMILIES[recognised[0]].short
+        raise UserError(f"--family {args.family}: {args.checkpoint} is a checkpoint of the {kind} family; leave --family out")
     name = next(iter([*named, *recognised, *FAMILIES]))
     check_flags(args, name, {other: family.builder.OWN_FLAGS for other, family in FAMILIES.items()}, "checkpoint")
     return name
+
+
+def recognise(folder: Path) -> list[str]:
+    """The families that take a folder for a checkpoint of theirs."""
+    return [name for name, family in FAMILIES.items() if family.builder.recognises(folder)]
 
 
 def all_components() -> list[str]:
@@ -70,3 +91,13 @@ def make_parts(builder: Any, components: tuple[str, ...], plan: Plan) -> dict[st
     if PROOF in plan.needs:
         remember_seconds({PROOF: round(time.perf_counter() - start, 2)}, builder.shop.recipe, builder.shop.checkpoint)
     return seconds
+
+
+def describe_result(output: Path, manifest: BuildManifest, components: tuple[str, ...]) -> str:
+    """What lies in the folder now, and what to do next: speak, or build what is missing of its `components`."""
+    lacks = manifest.lacks()
+    if lacks:
+        return f"built {output}: it cannot speak yet; add what is missing with --components {','.join(lacks)}"
+    missing = [name for name in components if name not in manifest.parts]
+    clones = f"; to clone voices, add --components {','.join(missing)}" if missing else ""
+    return f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav{clones}"

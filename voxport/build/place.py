@@ -1,15 +1,20 @@
-"""Where a build may go: a folder of its own, never over files that no build made."""
+"""Where a build may go: a folder of its own, never over files that no build made, nor unasked over a build of another checkpoint."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+from voxport.build.folder import read_manifest
 from voxport.build.swap import WORK
 from voxport.errors import UserError
+from voxport.families import FAMILIES
 from voxport.files import is_same_file
 from voxport.manifest import MANIFEST_NAME
 
 TAKEN = ("LICENSE", "tokenizer.json", "tokenizer_config.json", "genai_config.json", "*.onnx", "*.onnx.data", "config.json")
+# of a recipe, what the user chooses, and what it is called
+SETTINGS = {"device": "device", "precision": "precision", "rounding": "recipe", "heads": "heads", "rope_table": "rope table",
+            "attention": "attention"}  # fmt: skip
 
 
 def check_place(output: Path, checkpoint: Path) -> None:
@@ -21,3 +26,35 @@ def check_place(output: Path, checkpoint: Path) -> None:
     found = sorted(path.name for pattern in TAKEN for path in output.glob(pattern)) if output.is_dir() else []
     if found:
         raise UserError(f"--output {output} is no build and holds {found[0]}, which a build would replace; name a folder of its own")
+
+
+def check_source(output: Path, source: str, family: str | None = None, fingerprint: str | None = None) -> None:
+    """UserError if a finished build in `output` is of another family or checkpoint than `source`, as is every build if `source` has
+    no `fingerprint` yet. One that cannot be read, such as an old version's, is of none."""
+    found = read_manifest(output)
+    if found is None or (found.family, found.source.fingerprint) == (family, fingerprint):
+        return
+    here = f"{FAMILIES[family].short} checkpoint {source}" if family else f"checkpoint {source}, still to be downloaded,"
+    changed = " as its files were then" if found.source.id == source else ""
+    raise UserError(
+        f"--output {output} holds a build of the {FAMILIES[found.family].short} checkpoint {found.source.id}{changed}, which one of"
+        f" the {here} would replace; name another folder with --output, or allow it with --replace"
+    )
+
+
+def describe_change(output: Path, fingerprint: str, recipe: dict, whole: bool = True) -> str | None:
+    """What of the finished build in `output` gives way to one of the checkpoint with this `fingerprint` by `recipe` (as the manifest
+    keeps it), of all parts or not; None if nothing does."""
+    found = read_manifest(output)
+    if found is None:
+        return f"replaces the build in {output}, which cannot be read" if (output / MANIFEST_NAME).exists() else None
+    old, new = ({key: str(held.get(key) or "default") for key in SETTINGS} for held in (found.recipe, recipe))
+    if old["precision"] != new["precision"]:
+        old["rounding"] = new["rounding"]  # it says how int4 is rounded
+    changes = [f"{name} {new[key]} in place of {old[key]}" for key, name in SETTINGS.items() if new[key] != old[key]]
+    if found.source.fingerprint != fingerprint:
+        return f"replaces the build in {output}: {', '.join([f'another checkpoint in place of {found.source.id}', *changes])}"
+    if not changes:
+        return None
+    verb, rest = ("replaces", "") if whole else ("changes", "; parts that were not asked for stay as they are")
+    return f"{verb} the build in {output}: {', '.join(changes)}{rest}"

@@ -7,8 +7,9 @@ on the published dims (benchmarks/full_size.json) and rounded up.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from _ref.higgs import CODEC_PREFIX, body_shapes
@@ -19,7 +20,7 @@ from voxport.build.llm import DECODER
 from voxport.build.parts import AUDIO_EMBED, AUDIO_ENCODER, AUDIO_HEADS, AUDIO_TOKENIZER, TEXT_EMBED
 from voxport.build.recipes import Recipe
 from voxport.build.workshop import streams_table
-from voxport.errors import UserError
+from voxport.errors import UserError, say
 from voxport.files import free_disk, read_json, write_json
 from voxport.memory import available_memory
 from voxport.run.trust import cache_folder
@@ -150,6 +151,15 @@ class Plan:
         rows.append(f"needed at once: {_gb(self.memory).strip()} of memory ({has} available),"
                     f" {_gb(self.disk).strip()} of disk ({_gb(self.machine.disk).strip()} free)")  # fmt: skip
         return rows
+
+    def tell(self) -> None:
+        """Print the table on stdout."""
+        for line in self.lines():
+            say(line, sys.stdout)
+
+    def beside(self, taken: float) -> Plan:
+        """The same plan where something else takes so many bytes of the disk first."""
+        return replace(self, machine=replace(self.machine, disk=self.machine.disk - taken))
 
     def require(self) -> None:
         """UserError, with the flag that would help, if the build cannot fit."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,6 +23,7 @@ from voxport.judge.spectra import log_mel_distance, spectral_match
 from voxport.judge.weights import GraphWeights, decoder_weights
 from voxport.run.delay import apply_delay, reverse_delay, sanitise
 from voxport.run.higgs import BODY, HEADS, Speaker
+from voxport.run.request import GREEDY_WARNING
 from voxport.run.speech import Speech
 from voxport.run.text import Prompt
 
@@ -111,7 +113,19 @@ class Bench:
 
 def speak_cases(speaker: Speaker, requests: list[dict], max_frames: int) -> list[Case]:
     """Speak each request greedily for at most `max_frames` frames and keep prompt and rows."""
-    return [_case(speaker, speaker.speak(temperature=0.0, max_frames=max_frames, **request)) for request in requests]
+    with greedy_on_purpose(speaker):
+        return [_case(speaker, speaker.speak(temperature=0.0, max_frames=max_frames, **request)) for request in requests]
+
+
+@contextmanager
+def greedy_on_purpose(speaker: Speaker) -> Iterator[None]:
+    """Inside, a speaker does not warn of what its judge asks for."""
+    warn = speaker.warn
+    speaker.warn = lambda message: None if message == GREEDY_WARNING else warn(message)
+    try:
+        yield
+    finally:
+        speaker.warn = warn
 
 
 def _case(speaker: Speaker, speech: Speech) -> Case:

@@ -12,25 +12,47 @@ from _ref.higgs import CODEC_PREFIX, FINAL_NORM, Higgs, KVCache, qwen3_layer, rm
 from _ref.higgs_codec import HiggsCodec, load_codec
 from voxport.build.checkpoint import Checkpoint
 from voxport.build.download import DEMO, DEMO_FOLDER
+from voxport.build.job import recognise
 from voxport.errors import UserError
-from voxport.manifest import Manifest
+from voxport.families import FAMILIES
+from voxport.manifest import BuildManifest
 
 LARGEST_SPOKEN = 1 << 30  # bytes of weights
 
-def find_reference(given: str | None, manifest: Manifest) -> Path:
+
+def find_reference(given: str | None, manifest: BuildManifest) -> Path:
     """Folder of the original: the one given, else the one that the manifest records if it still lies there.
 
-    UserError "not compared with the original" if neither is there.
+    UserError "not compared with the original" if neither is there, or it is a checkpoint of another family.
     """
     if given is not None:
         folder = DEMO_FOLDER if given == DEMO else Path(given)
         if not folder.is_dir():
             raise UserError(f"not compared with the original: --reference {given} is not a folder")
-        return folder
-    folder = DEMO_FOLDER if manifest.source.id == DEMO else Path(manifest.source.path)
-    if not (folder / "config.json").is_file():
-        raise UserError(f"not compared with the original: {folder} is not here; name the checkpoint with --reference")
+    else:
+        folder = DEMO_FOLDER if manifest.source.id == DEMO else Path(manifest.source.path)
+        if not (folder / "config.json").is_file():
+            raise UserError(f"not compared with the original: {folder} is not here; name the checkpoint with --reference")
+    kinds = recognise(folder)
+    if kinds and manifest.family not in kinds:
+        raise UserError(f"not compared with the original: {given or folder} is a checkpoint of the {FAMILIES[kinds[0]].short} family,"
+                        f" the build is of {FAMILIES[manifest.family].short}; name its own with --reference")  # fmt: skip
     return folder
+
+
+def check_alike(first: BuildManifest, second: BuildManifest, flag: str) -> None:
+    """UserError, which names the second by its `flag`, unless both builds were made from one checkpoint: the same files, or the same
+    commit of the same repository."""
+    kinds = [FAMILIES[manifest.family].short for manifest in (first, second)]
+    one, other = first.source, second.source
+    same_commit = one.revision is not None and (one.id, one.revision) == (other.id, other.revision)
+    if kinds[0] == kinds[1] and (one.fingerprint == other.fingerprint or same_commit):
+        return
+    changed = " as its files were at another time" if one.id == other.id else ""
+    raise UserError(
+        f"{flag} was built from the {kinds[1]} checkpoint {other.id}{changed}, the build to judge from the {kinds[0]} checkpoint"
+        f" {one.id}; only builds of one checkpoint can be compared"
+    )
 
 
 def is_small(weight_files: Iterable[Path]) -> bool:

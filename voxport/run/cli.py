@@ -7,10 +7,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
-from voxport.errors import UserError
+from voxport.errors import EXIT_CODES, UserError
 from voxport.families import FAMILIES
 from voxport.files import is_same_file
-from voxport.manifest import MANIFEST_NAME
+from voxport.manifest import MANIFEST_NAME, Manifest
 from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
 from voxport.run.batch import BATCH
 from voxport.run.longtext import PART_TOKENS
@@ -34,9 +34,7 @@ class Once(argparse.Action):
 
 def make_parser(description: str | None = None) -> argparse.ArgumentParser:
     """The command line. Defaults of None come from the build or are chosen at run time."""
-    parser = argparse.ArgumentParser(
-        prog="inference.py", description=description, allow_abbrev=False, epilog="exit codes: 0 done, 1 failed, 2 wrong input"
-    )
+    parser = argparse.ArgumentParser(prog="inference.py", description=description, allow_abbrev=False, epilog=EXIT_CODES)
     families = [family.script.add_flags for family in FAMILIES.values()]
     for add_group in (add_speech, add_voices, add_lines, add_sampling, add_output, add_machine, add_checks, *families):
         add_group(parser)
@@ -216,12 +214,24 @@ def as_typed(text: str | list | None) -> str | list | None:
 
 
 def find_build(model_path: str | None) -> Path:
-    """The folder given, or the only one under onnx/ that holds a manifest; UserError lists the choices otherwise."""
+    """The folder given, or the only one under onnx/ that can speak; UserError lists the choices otherwise."""
     if model_path is not None:
         return Path(model_path)
-    found = sorted(path.parent for path in BUILDS.glob(f"*/{MANIFEST_NAME}"))
-    if len(found) == 1:
-        return found[0]
-    if not found:
-        raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")
-    raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in found)}")
+    found = {path.parent: missing_parts(path.parent) for path in sorted(BUILDS.glob(f"*/{MANIFEST_NAME}"))}
+    whole = [folder for folder, missing in found.items() if not missing]
+    if len(whole) == 1:
+        return whole[0]
+    if whole:
+        raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in whole)}")
+    for folder, missing in found.items():
+        raise UserError(f"no build under {BUILDS} can speak: {folder.as_posix()} lacks {', '.join(missing)}; add what is missing with"
+                        f" optimize.py --components {','.join(missing)}, or name another build with --model-path")  # fmt: skip
+    raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")
+
+
+def missing_parts(folder: Path) -> list[str]:
+    """What a build lacks to speak; nothing of one that cannot be read, so that whoever opens it hears why."""
+    try:
+        return Manifest.read(folder).lacks()
+    except UserError:
+        return []

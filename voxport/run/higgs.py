@@ -166,7 +166,7 @@ class Speaker:
 
     def _begin(self, request: Request, watch: Stopwatch, heard: Heard) -> Performance:
         cue = self._prepare(request, watch, heard)
-        self._pass_on(self.parts.fallbacks())
+        self._pass_on(self.parts.new_fallbacks())
         return Performance.begin(request, cue, self._start_take(request), watch, self.codec)
 
     def _outcome(self, member: Performance) -> Speech | UserError:

@@ -159,7 +159,7 @@ class Speaker:
             self._check_room(len(ids), codes.shape[1], request)
             model, residual = self.model, make_residual(self.parts, self.manifest)
             self._load(TEXT_EMBED, AUDIO_EMBED, BODY, SEMANTIC_HEAD, *residual.needs(codes.shape[1]), CODEC_DECODER)
-        self._pass_on(self.parts.fallbacks())
+        self._pass_on(self.parts.new_fallbacks())
         with watch.lap("prefill"):
             hidden, cache = model.prefill(ids, codes)
             residual.prime(hidden, codes)

@@ -219,6 +219,7 @@ class Parts:
         self._graphs: dict[str, Graph] = {}
         self._locks = {name: threading.Lock() for name in manifest.parts}
         self._lock = threading.Lock()
+        self._told: set[str] = set()
 
     def __getitem__(self, name: str) -> Graph:
         with self._locks.get(name, self._lock):
@@ -251,14 +252,32 @@ class Parts:
             return {name: graph.provider for name, graph in self._graphs.items()}
 
     def fallbacks(self) -> tuple[str, ...]:
-        """A warning for each loaded part that does not run on the provider that was asked for."""
-        asked = self.engine.provider
-        fallen = {name: got for name, got in self.providers().items() if got != asked}
-        return tuple(f"{name} runs on {got} because {asked} could not be had" for name, got in fallen.items())
+        """A warning if loaded parts do not run on the provider that was asked for; it names them if others do."""
+        asked, providers = self.engine.provider, self.providers()
+        fallen = [name for name, got in providers.items() if got != asked]
+        if not fallen:
+            return ()
+        what = "this build" if len(fallen) == len(providers) else ", ".join(fallen)
+        return (f"{providers[fallen[0]]} computes {what} because {asked} could not be had",)
+
+    def new_fallbacks(self) -> tuple[str, ...]:
+        """The same, but only what this has not said before: one line is enough for all that is spoken."""
+        warnings = self.fallbacks()
+        with self._lock:
+            new = tuple(warning for warning in warnings if warning not in self._told)
+            self._told.update(new)
+        return new
+
+    def check_files(self, name: str) -> None:
+        """UserError if a file of a part is not what the build recorded."""
+        try:
+            self.verify(self.manifest.part(name).files)
+        except UserError as error:
+            raise UserError(f"{error} ({name} alone: optimize.py --components {name})") from error
 
     def _load(self, name: str) -> Graph:
         part = self.manifest.part(name)
-        self.verify(part.files)
+        self.check_files(name)
         check_external(self.folder / part.graph, set(part.files))
         threads, packed = 1 if name in LOOKUPS else self.engine.threads, name not in self.unpacked
         engine = dataclasses.replace(self.engine, threads=threads, packed=packed)
