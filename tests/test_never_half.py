@@ -1,7 +1,6 @@
 """Never half a build: killed, full or interrupted, what lies in the folder is a whole build, and the next run goes on."""
 
 import dataclasses
-import gc
 import json
 import os
 import random
@@ -15,6 +14,7 @@ from pathlib import Path
 import pytest
 from checkpoints import edit_json, link_checkpoint
 from conftest import ROOT, TINY, build
+from short_build import DEAD, NEVER, replace_text_embed
 
 import optimize
 from voxport.build import check, folder, higgs, swap
@@ -26,7 +26,7 @@ from voxport.manifest import MANIFEST_NAME, Manifest, verify_files
 from voxport.run.higgs import Speaker
 
 KILLS = 6  # benchmarks/kill_test.py does 20
-posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a forked process")
+posix = pytest.mark.skipif(not hasattr(os, "fork"), reason="kills a process")
 
 
 def listing(place: Path) -> dict[str, bytes]:
@@ -45,28 +45,16 @@ def timeless(manifest: Manifest) -> Manifest:
     return dataclasses.replace(manifest, created="")
 
 
-def fork_and_run(action) -> int:
-    """Run `action` in a forked process; its exit code, negative if a signal ended it."""
-    pid = os.fork()
-    if pid == 0:
-        gc.disable()  # to collect a session would be to wait for its threads, which a fork has not
-        try:
-            os.setpgid(0, 0)
-            action()
-            os._exit(0)
-        except BaseException:
-            os._exit(1)
-    return pid
-
-
 def start_build(checkpoint: Path, output: Path, *flags: str) -> subprocess.Popen:
     """A build in an interpreter of its own: a fork of this one would inherit thread pools that have no threads."""
     command = [sys.executable, str(ROOT / "optimize.py"), "--checkpoint", str(checkpoint), "--output", str(output), *flags]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
 
 
-def wait_for(pid: int) -> int:
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+def short_build(place: Path, step: int, *how: str) -> subprocess.CompletedProcess:
+    """`replace_text_embed` that ends at a step on the disk, in a process of its own."""
+    command = [sys.executable, str(ROOT / "tests" / "short_build.py"), str(place), str(step), *how]
+    return subprocess.run(command, capture_output=True, encoding="utf-8", timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -111,39 +99,6 @@ def test_a_build_killed_at_random_moments_leaves_a_build_that_speaks_and_ends_as
     assert not swap.aside(mine).exists()
 
 
-def replace_text_embed(place: Path) -> None:
-    """A short build: text_embed gets other bytes, all other parts serve on."""
-    with BuildFolder(place, dataclasses.replace(Manifest.read(place), created="later")) as made:
-        made.clear_scratch()
-        part = made.manifest.parts["text_embed"]
-        for name in part.files:
-            (made.scratch / name).write_bytes((place / name).read_bytes() + b"\0")
-        made.install("text_embed", made.scratch / part.graph, dataclasses.replace(part, files={}))
-        made.commit()
-
-
-STEPS = ("rename", "replace", "link", "mkdir", "unlink", "rmdir", "fsync")  # what changes a disk
-
-
-def die_at(number: int, monkeypatch) -> list[int]:
-    """Let this process end without a word at the `number`-th step that changes the disk. Returns a list that counts."""
-    count = [0]
-
-    def counted(real):
-        def step(*arguments, **named):
-            count[0] += 1
-            if count[0] == number:
-                os._exit(9)
-            return real(*arguments, **named)
-
-        return step
-
-    for name in STEPS:
-        monkeypatch.setattr(os, name, counted(getattr(os, name)))
-    monkeypatch.setattr(swap, "exchange", counted(swap.exchange))
-    return count
-
-
 def moments(steps: int) -> list[int]:
     """Every step of the exchange, which is the last twenty or so, and some before."""
     return [*range(1, steps - 25, 6), *range(steps - 25, steps + 1)]
@@ -158,11 +113,8 @@ def finish(place: Path, wanted: Manifest) -> None:
         replace_text_embed(place)
 
 
-def count_steps(place: Path) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        count = die_at(10**9, patch)
-        replace_text_embed(place)
-    return count[0]
+def count_steps(place: Path, *how: str) -> int:
+    return int(short_build(place, NEVER, *how).stdout)
 
 
 @posix
@@ -175,9 +127,7 @@ def test_killed_before_any_single_step_on_the_disk_one_of_the_two_builds_is_whol
     assert steps > 20
     for number in moments(steps):
         trial = shutil.copytree(mine, tmp_path / f"trial_{number}", copy_function=os.link)
-        with pytest.MonkeyPatch.context() as patch:
-            die = lambda n=number, p=patch, t=trial: (die_at(n, p), replace_text_embed(t))
-            assert wait_for(fork_and_run(die)) == 9
+        assert short_build(trial, number).returncode == DEAD
         assert timeless(verified(trial)) in (old, new), number
         finish(trial, new)
         assert timeless(verified(trial)) == new, number
@@ -190,13 +140,12 @@ def test_killed_before_any_single_step_on_the_disk_one_of_the_two_builds_is_whol
 def test_without_an_exchange_the_next_run_completes_what_was_cut_off(mine, tmp_path, monkeypatch):
     monkeypatch.setattr(swap, "exchange", lambda first, second: False)
     trial = shutil.copytree(mine, tmp_path / "trial")
-    steps = count_steps(trial)
+    steps = count_steps(trial, "plain")
     new = timeless(verified(trial))
     assert (trial / "notes.txt").is_file()
     for number in moments(steps)[::2]:
         trial = shutil.copytree(mine, tmp_path / f"trial_{number}", copy_function=os.link)
-        with pytest.MonkeyPatch.context() as patch:
-            assert wait_for(fork_and_run(lambda n=number, p=patch, t=trial: (die_at(n, p), replace_text_embed(t)))) == 9
+        assert short_build(trial, number, "plain").returncode == DEAD
         finish(trial, new)
         assert timeless(verified(trial)) == new, number
         shutil.rmtree(trial)
@@ -271,9 +220,10 @@ def test_a_second_build_into_the_same_folder_is_refused_with_the_holder(mine):
     replace_text_embed(mine)
 
 
-@posix
 def test_the_lock_of_a_dead_process_is_not_in_the_way(tmp_path):
-    assert wait_for(fork_and_run(lambda: (Lock(tmp_path / "x" / "lock"), os._exit(3)))) == 3
+    take = "import os, sys; from pathlib import Path; from voxport.lock import Lock; held = Lock(Path(sys.argv[1])); os._exit(3)"
+    assert subprocess.run([sys.executable, "-c", take, str(tmp_path / "x" / "lock")], cwd=ROOT).returncode == 3
+    assert (tmp_path / "x" / "lock").is_file()
     Lock(tmp_path / "x" / "lock").release()
     assert list((tmp_path / "x").iterdir()) == []
 
