@@ -18,7 +18,7 @@ $(VENV)/.tested: $(VENV)/.built requirements-dev.txt
 	touch $@
 
 demo: $(VENV)/.built
-	$(PY) optimize.py --checkpoint demo --device cpu --precision int4 --output $(DEMO_BUILD) --replace
+	$(PY) optimize.py --checkpoint demo --device cpu --precision int4 --output $(DEMO_BUILD)
 	mkdir -p out
 	$(PY) inference.py --model-path $(DEMO_BUILD) --text "$(SENTENCE)" --seed 1 --out out/demo.wav
 	$(PY) inference.py --model-path $(DEMO_BUILD) --text "$(SENTENCE)" --seed 1 --out out/demo_clone.wav \
@@ -43,7 +43,7 @@ fuzz: $(VENV)/.tested
 
 # Two thousand utterances in one process: does it grow?
 soak: $(VENV)/.built
-	$(PY) optimize.py --checkpoint demo --precision int4 --output $(DEMO_BUILD) --replace
+	$(PY) optimize.py --checkpoint demo --precision int4 --output $(DEMO_BUILD)
 	$(PY) benchmarks/soak.py --build $(DEMO_BUILD) --out benchmarks/soak.json
 
 clean:
@@ -53,8 +53,8 @@ clean:
 WHISPER ?= tiny.en
 docs: $(VENV)/.built
 	$(PY) -m pip install --quiet -r requirements-listen.txt
-	$(PY) optimize.py --checkpoint demo --precision int4 --output $(DEMO_BUILD) --replace
-	$(PY) optimize.py --checkpoint demo --precision fp32 --output onnx/demo_cpu_fp32 --replace
+	$(PY) optimize.py --checkpoint demo --precision int4 --output $(DEMO_BUILD)
+	$(PY) optimize.py --checkpoint demo --precision fp32 --output onnx/demo_cpu_fp32
 	$(PY) eval.py --model-path $(DEMO_BUILD) --compare onnx/demo_cpu_fp32 --reference demo --frames 120 --asr $(WHISPER) \
 		--voices demo/voices --ref-audio demo/voices/female.wav --ref-text "$$(cat demo/voices/female.txt)" \
 		--html docs/eval_demo.html --output docs/eval_demo.json > docs/eval_demo.txt

@@ -28,7 +28,6 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--checkpoint", default=DEFAULT_ID, metavar="ID|DIR|demo",
                    help=f"hub id, folder, or 'demo' for the small one that comes with the toolkit (default: {DEFAULT_ID})")  # fmt: skip
     p.add_argument("--output", type=Path, metavar="DIR", help="build folder (default: onnx/<device>_<precision>)")
-    p.add_argument("--replace", action="store_true", help="let the build take the place of one of another checkpoint in its folder")
     p.add_argument("--components", type=component_list, metavar="A,B",
                    help=f"parts to build, of {','.join(all_components())} (default: all that the checkpoint has)")  # fmt: skip
     p.add_argument("--recipe", choices=tuple(RECIPES), default=DEFAULT_RECIPE, metavar="NAME",
@@ -60,20 +59,18 @@ def main(argv: list[str]) -> int:
     check_folder(output, "--output")
     found = look_up(args.checkpoint, Path("model"), args.skip_download)
     check_place(output, found.folder)
-    if found.lacks_weights:
-        if not args.replace:
-            check_source(output, found.id)
-        if args.plan:
-            plan_ahead(args, found, output)
-            return DONE
+    if found.lacks_weights and args.components:  # a build of weights that were downloaded before is of other files
+        check_source(output, found.id, fingerprint="", whole=False)
+    if found.lacks_weights and args.plan:
+        plan_ahead(args, found, output)
+        return DONE
     found = download(found)
     job = FAMILIES[choose_family(args, found.folder)].builder.make_job(args, found)
     components = job.choose(args.components)
     plan = job.plan(components, output)
     if args.plan:
         plan.tell()
-    if not args.replace:
-        job.check_output(output)
+    job.check_output(output, components)
     plan.require()
     return DONE if args.plan else build(job, components, plan, output, args.json)
 

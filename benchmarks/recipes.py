@@ -119,7 +119,7 @@ def try_demo(args: argparse.Namespace) -> dict[str, dict]:
     original, folder, found, cases = Original(Checkpoint.open(DEMO_FOLDER), True), args.work / "demo", {}, None
     for name in (DEFAULT_RECIPE, *(n for n in RECIPES if n != DEFAULT_RECIPE)):
         try:
-            optimize.main(["--checkpoint", "demo", "--output", str(folder), "--recipe", name, "--replace"])
+            optimize.main(["--checkpoint", "demo", "--output", str(folder), "--recipe", name])
         except UserError as error:
             found[name] = {"skipped": str(error)}
             continue

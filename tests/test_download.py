@@ -267,11 +267,11 @@ def test_a_family_whose_sizes_stand_in_its_weights_is_planned_as_far_as_it_goes(
 
 
 @pytest.mark.parametrize("flags", [(), ("--plan",)])
-def test_a_build_in_place_is_not_downloaded_for_in_vain(flags, hub, tmp_path):
+def test_nothing_is_downloaded_for_parts_that_cannot_go_into_the_build_in_place(flags, hub, tmp_path):
     build(TINY, tmp_path / "out", "--components", "audio_embed")
-    arguments = ["--checkpoint", NEW_ID, "--output", tmp_path / "out", *flags]
+    arguments = ["--checkpoint", NEW_ID, "--output", tmp_path / "out", "--components", "text_embed", *flags]
     message = one_line(run_cli("optimize.py", *arguments, env=environment(hub, tmp_path), cwd=tmp_path), code=2)
-    assert f"checkpoint {TINY}, which one of the checkpoint {NEW_ID}, still to be downloaded, would replace" in message
+    assert f"holds a build of the higgs checkpoint {TINY}; parts of {NEW_ID} cannot be added to it" in message
     assert hub.fetched() == set()
 
 

@@ -79,7 +79,7 @@ def mine(tiny_int4, tmp_path) -> Path:
 @posix
 @pytest.mark.timeout(600)
 def test_a_build_killed_at_random_moments_leaves_a_build_that_speaks_and_ends_as_if_undisturbed(mine, other_checkpoint, tmp_path):
-    flags = ["--precision", "int4", "--replace"]
+    flags = ["--precision", "int4"]
     start = time.perf_counter()
     assert start_build(other_checkpoint, tmp_path / "undisturbed", *flags).wait() == 0
     lasts = time.perf_counter() - start
@@ -251,7 +251,7 @@ def test_a_full_disk_leaves_the_old_build_and_room_lets_the_next_run_go_on(small
     disk, grow = small_disk
     place = shutil.copytree(tiny_int4, disk / "build")
     before = listing(place)
-    flags = ["--checkpoint", str(other_checkpoint), "--output", str(place), "--precision", "int4", "--replace"]
+    flags = ["--checkpoint", str(other_checkpoint), "--output", str(place), "--precision", "int4"]
     assert run_script(optimize.main, flags) == 1
     said = capsys.readouterr().err.splitlines()[-1]
     assert said.startswith("error: ") and "is full" in said and "run again" in said

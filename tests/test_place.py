@@ -69,23 +69,24 @@ def other_build(tmp_path):
     return tmp_path / "out"
 
 
-def test_a_build_of_another_family_is_refused_before_the_work(other_build, monkeypatch, capsys):
+def test_parts_of_another_family_are_refused_before_the_work(other_build, monkeypatch, capsys):
     monkeypatch.setattr(OmniFishCheckpoint, "check_finite", lambda self: pytest.fail("the weights were read"))
     flags = ["--checkpoint", str(LOCAL / "axial_px"), "--codec", str(LOCAL / "codec"), "--output", str(other_build)]
     before = sorted(path.name for path in other_build.rglob("*"))
     for plan in ([], ["--plan"]):
-        assert run_script(optimize.main, [*flags, *plan]) == 2
+        assert run_script(optimize.main, [*flags, "--components", "audio_embed", *plan]) == 2
         said = capsys.readouterr().err
-        assert "holds a build of the higgs checkpoint demo" in said and f"omnifish checkpoint {LOCAL / 'axial_px'} would replace" in said
-    assert run_script(optimize.main, [*flags, "--plan", "--replace"]) == 0
+        assert f"holds a build of the higgs checkpoint demo; parts of {LOCAL / 'axial_px'} cannot be added" in said and said.count("\n") == 1
+    assert run_script(optimize.main, [*flags, "--plan"]) == 0
     assert sorted(path.name for path in other_build.rglob("*")) == before
 
 
 def test_a_checkpoint_that_has_changed_since_is_said_to_be_the_same_one(other_build):
-    with pytest.raises(UserError, match="higgs checkpoint demo as its files were then, which one of the higgs checkpoint demo"):
-        check_source(other_build, "demo", HIGGS, "now")
-    check_source(other_build, "demo", HIGGS, "another")
-    check_source(other_build.parent / "new", "demo", HIGGS, "now")
+    with pytest.raises(UserError, match="higgs checkpoint demo as its files were then; parts of demo cannot be added"):
+        check_source(other_build, "demo", "now", whole=False)
+    check_source(other_build, "demo", "now", whole=True)
+    check_source(other_build, "demo", "another", whole=False)
+    check_source(other_build.parent / "new", "demo", "now", whole=False)
 
 
 def test_what_was_only_begun_of_another_checkpoint_gives_way(tmp_path, monkeypatch):
@@ -117,9 +118,11 @@ def test_the_same_checkpoint_is_built_another_way_and_what_changes_is_said(tmp_p
 
 def test_a_whole_build_replaces_the_one_in_place(tiny_build):
     manifest = Manifest.read(tiny_build)
-    same = lambda **changes: describe_change(tiny_build, manifest.source.fingerprint, manifest.recipe | changes)
+    same = lambda **changes: describe_change(tiny_build, str(TINY), manifest.source.fingerprint, manifest.recipe | changes)
     assert same() is None and same(heads="int8") == f"replaces the build in {tiny_build}: heads int8 in place of default"
-    assert describe_change(tiny_build, "other", manifest.recipe).endswith(f": another checkpoint in place of {TINY}")
+    assert describe_change(tiny_build, "x", "other", manifest.recipe) == f"replaces the build in {tiny_build}: x in place of the higgs checkpoint {TINY}"
+    then = f"{TINY} in place of the higgs checkpoint {TINY} as its files were then"
+    assert describe_change(tiny_build, str(TINY), "other", manifest.recipe) == f"replaces the build in {tiny_build}: {then}"
 
 
 def test_a_build_that_cannot_speak_is_not_chosen_for_it(tiny_build, tmp_path, monkeypatch):

@@ -10,7 +10,6 @@ from voxport.build.download import Found
 from voxport.build.higgs import COMPONENTS
 from voxport.build.job import Job
 from voxport.build.plan import needs
-from voxport.families import HIGGS
 from voxport.files import read_json
 
 __all__ = ["COMPONENTS", "OWN_FLAGS", "add_flags", "make_job", "outline", "recognises"]
@@ -40,13 +39,13 @@ def make_job(args: argparse.Namespace, found: Found) -> Job:
     open_build = lambda output: higgs.open_build(
         checkpoint, found, recipe, output, args.codec_from, args.skip_extract, args.keep_intermediate
     )
-    return Job(HIGGS, found.id, checkpoint, recipe, COMPONENTS, needs, open_build)
+    return Job(found.id, checkpoint, recipe, COMPONENTS, needs, open_build)
 
 
 def outline(args: argparse.Namespace, found: Found) -> Job:
     """The job of a checkpoint of which only the config files are in the folder: to be planned, not opened."""
     recipe = read_recipe(args)
-    return Job(HIGGS, found.id, higgs.outline(found.folder, recipe, args.codec_from), recipe, COMPONENTS, needs)
+    return Job(found.id, higgs.outline(found.folder, recipe, args.codec_from), recipe, COMPONENTS, needs)
 
 
 def read_recipe(args: argparse.Namespace) -> higgs.Recipe:

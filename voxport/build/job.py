@@ -23,7 +23,6 @@ class Job:
     each takes, and `open` locks the build folder and returns its builder, None where only a plan can be made. Nothing is written
     before."""
 
-    family: str
     source: str
     checkpoint: Any
     recipe: Any
@@ -38,13 +37,18 @@ class Job:
             raise UserError(f"this checkpoint has no part {foreign[0]}; choose from {', '.join(self.components)}")
         return asked or self.components
 
-    def check_output(self, output: Path) -> None:
-        """UserError if a finished build of something else lies there."""
-        check_source(output, self.source, self.family, self.checkpoint.fingerprint())
+    def check_output(self, output: Path, components: tuple[str, ...]) -> None:
+        """UserError if these parts cannot go into the folder for the build of something else that lies there."""
+        check_source(output, self.source, self.checkpoint.fingerprint(), self.is_whole(components))
+
+    def is_whole(self, components: tuple[str, ...]) -> bool:
+        """Whether these are all parts of the build."""
+        return {*components} == {*self.components}
 
     def describe_change(self, output: Path, components: tuple[str, ...]) -> str | None:
         """What of a finished build there gives way to these parts of this one."""
-        return describe_change(output, self.checkpoint.fingerprint(), self.recipe.record(), {*components} == {*self.components})
+        whole = self.is_whole(components)
+        return describe_change(output, self.source, self.checkpoint.fingerprint(), self.recipe.record(), whole)
 
     def plan(self, components: tuple[str, ...], output: Path) -> Plan:
         return make_plan(self.checkpoint, self.recipe, components, output, self.needs)

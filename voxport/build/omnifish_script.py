@@ -12,7 +12,6 @@ from voxport.build.omnifish_checkpoint import SIDE_FILE, read_side
 from voxport.build.omnifish_checkpoint import is_omnifish as recognises
 from voxport.build.omnifish_parts import COMPONENTS
 from voxport.build.omnifish_plan import needs
-from voxport.families import OMNIFISH
 from voxport.manifest_omnifish import EXPLICIT, FULL, GQA, SEMANTIC
 
 __all__ = ["COMPONENTS", "OWN_FLAGS", "add_flags", "make_job", "outline", "recognises"]
@@ -40,7 +39,7 @@ def make_job(args: argparse.Namespace, found: Found) -> Job:
     open_build = lambda output: omnifish.open_build(
         checkpoint, found, recipe, output, side, args.skip_extract, args.keep_intermediate
     )
-    return Job(OMNIFISH, found.id, checkpoint, recipe, omnifish.part_names(checkpoint), needs, open_build)
+    return Job(found.id, checkpoint, recipe, omnifish.part_names(checkpoint), needs, open_build)
 
 
 def outline(args: argparse.Namespace, found: Found) -> None:

@@ -1,4 +1,4 @@
-"""Where a build may go: a folder of its own, never over files that no build made, nor unasked over a build of another checkpoint."""
+"""Where a build may go: a folder of its own, never over files that no build made."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from voxport.build.swap import WORK
 from voxport.errors import UserError
 from voxport.families import FAMILIES
 from voxport.files import is_same_file
-from voxport.manifest import MANIFEST_NAME
+from voxport.manifest import MANIFEST_NAME, BuildManifest
 
 TAKEN = ("LICENSE", "tokenizer.json", "tokenizer_config.json", "genai_config.json", "*.onnx", "*.onnx.data", "config.json")
 # of a recipe, what the user chooses, and what it is called
@@ -28,23 +28,21 @@ def check_place(output: Path, checkpoint: Path) -> None:
         raise UserError(f"--output {output} is no build and holds {found[0]}, which a build would replace; name a folder of its own")
 
 
-def check_source(output: Path, source: str, family: str | None = None, fingerprint: str | None = None) -> None:
-    """UserError if a finished build in `output` is of another family or checkpoint than `source`, as is every build if `source` has
-    no `fingerprint` yet. One that cannot be read, such as an old version's, is of none."""
+def check_source(output: Path, source: str, fingerprint: str, whole: bool) -> None:
+    """UserError if a finished build of another checkpoint than `source` lies in `output`, and not the `whole` of this one is to be
+    made: nothing that speaks would be left. A build that cannot be read, such as an old version's, is of none."""
     found = read_manifest(output)
-    if found is None or (found.family, found.source.fingerprint) == (family, fingerprint):
+    if whole or found is None or found.source.fingerprint == fingerprint:
         return
-    here = f"{FAMILIES[family].short} checkpoint {source}" if family else f"checkpoint {source}, still to be downloaded,"
-    changed = " as its files were then" if found.source.id == source else ""
     raise UserError(
-        f"--output {output} holds a build of the {FAMILIES[found.family].short} checkpoint {found.source.id}{changed}, which one of"
-        f" the {here} would replace; name another folder with --output, or allow it with --replace"
+        f"--output {output} holds a build of {_name(found, source)}; parts of {source} cannot be added to it: leave out --components to"
+        " replace all of it, or name another folder"
     )
 
 
-def describe_change(output: Path, fingerprint: str, recipe: dict, whole: bool = True) -> str | None:
-    """What of the finished build in `output` gives way to one of the checkpoint with this `fingerprint` by `recipe` (as the manifest
-    keeps it), of all parts or not; None if nothing does."""
+def describe_change(output: Path, source: str, fingerprint: str, recipe: dict, whole: bool = True) -> str | None:
+    """What of the finished build in `output` gives way to one of the checkpoint `source` by `recipe` (as the manifest keeps it), of
+    all parts or not; None if nothing does."""
     found = read_manifest(output)
     if found is None:
         return f"replaces the build in {output}, which cannot be read" if (output / MANIFEST_NAME).exists() else None
@@ -53,8 +51,14 @@ def describe_change(output: Path, fingerprint: str, recipe: dict, whole: bool = 
         old["rounding"] = new["rounding"]  # it says how int4 is rounded
     changes = [f"{name} {new[key]} in place of {old[key]}" for key, name in SETTINGS.items() if new[key] != old[key]]
     if found.source.fingerprint != fingerprint:
-        return f"replaces the build in {output}: {', '.join([f'another checkpoint in place of {found.source.id}', *changes])}"
+        return f"replaces the build in {output}: {', '.join([f'{source} in place of {_name(found, source)}', *changes])}"
     if not changes:
         return None
     verb, rest = ("replaces", "") if whole else ("changes", "; parts that were not asked for stay as they are")
     return f"{verb} the build in {output}: {', '.join(changes)}{rest}"
+
+
+def _name(found: BuildManifest, source: str) -> str:
+    """The checkpoint of a build; its files may have changed under the same name."""
+    before = " as its files were then" if found.source.id == source else ""
+    return f"the {FAMILIES[found.family].short} checkpoint {found.source.id}{before}"
