@@ -306,21 +306,21 @@ from voxport.build.child import run_in_child
 def sleep(path):
     open(path, "w").write(str(os.getpid()))
     time.sleep(60)
-if __name__ == "__main__":
-    run_in_child("sleeping", sleep, sys.argv[1])
 """
+START = "import sys, sleeper; sleeper.run_in_child('sleeping', sleeper.sleep, sys.argv[1])"
 
 
 @posix
 def test_a_child_does_not_outlive_a_killed_build(tmp_path):
     (tmp_path / "sleeper.py").write_text(SLEEPER, encoding="utf-8")
     note = tmp_path / "pid"
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    parent = subprocess.Popen([sys.executable, str(tmp_path / "sleeper.py"), str(note)], env=env)
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), str(tmp_path)])}
+    parent = subprocess.Popen([sys.executable, "-c", START, str(note)], env=env)
     child = int(wait_until(lambda: note.is_file() and note.read_text()))
+    assert child and is_alive(child)
     parent.kill()
     parent.wait()
-    assert wait_until(lambda: not is_alive(child))
+    assert wait_until(lambda: not is_alive(child), 10)
 
 
 def wait_until(condition, seconds: float = 60):
