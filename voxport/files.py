@@ -198,8 +198,9 @@ def parse_json(text: str, unique: bool = False) -> Any:
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict:
     """The pairs of an object; ValueError for a key that stands there twice."""
-    found = dict(pairs)
-    for name in found if len(found) < len(pairs) else ():
-        if sum(name == other for other, _ in pairs) > 1:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
             raise ValueError(f"{name} is given twice")
+        found[name] = value
     return found
