@@ -1,5 +1,6 @@
 """Many lines into a folder: names, settings of their own, bad lines, interruption."""
 
+import dataclasses
 import json
 import os
 
@@ -11,6 +12,7 @@ from test_run_batch import listening_heads
 from test_run_speak import VOICE, make_speaker
 
 from voxport.errors import UserError, WorkError
+from voxport.run import reading
 from voxport.run.audio import Form, write_sound
 from voxport.run.lines import Recital, read_lines
 from voxport.run.request import Wish
@@ -88,7 +90,7 @@ def test_a_bad_line_is_told_and_the_others_are_spoken(tmp_path):
     assert {name for name, outcome in outcomes.items() if outcome.speech} == {"0001", "last"}
     messages = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error}
     assert "unknown key 'speed'" in messages["0003"] and "no voice 'Nobody'" in messages["0006"]
-    assert "plain file name" in messages["0007"] and "seed must not be '1'" in messages["0008"]
+    assert "plain file name" in messages["0007"] and "seed must be a whole number, not '1'" in messages["0008"]
     assert len(messages) == 10
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0001.json", "0001.wav", "last.json", "last.wav"]
 
@@ -142,10 +144,10 @@ def test_a_line_that_asks_for_something_else_is_spoken_again(change, tmp_path):
 
 def spoil(path, how):
     content = path.read_bytes()
-    path.write_bytes({"empty": b"", "cut": content[:-100], "changed": content[:-100] + bytes(100)}[how])
+    path.write_bytes({"empty": b"", "cut": content[:-100], "overwritten": bytes(len(content))}[how])
 
 
-@pytest.mark.parametrize("how", ["gone", "empty", "cut", "changed"])
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "overwritten"])
 def test_a_line_whose_sound_is_gone_or_damaged_is_spoken_again(how, tmp_path):
     lines, sound = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"}), tmp_path / "out" / "a.wav"
     recite(tmp_path, lines)
@@ -153,6 +155,34 @@ def test_a_line_whose_sound_is_gone_or_damaged_is_spoken_again(how, tmp_path):
     sound.unlink() if how == "gone" else spoil(sound, how)
     again = recite(tmp_path, lines)["a"]
     assert again.speech is not None and again.replaced == (how != "gone") and sound.read_bytes() == whole
+
+
+def test_a_take_that_was_edited_is_not_replaced(tmp_path):
+    lines, sound = write(tmp_path, "a.jsonl", {"text": "Hello", "name": "a"}), tmp_path / "out" / "a.wav"
+    recite(tmp_path, lines)
+    write_sound(sound, VOICE[0], VOICE[1])
+    edited = sound.read_bytes()
+    for again in (lines, write(tmp_path, "a.jsonl", {"text": "Bye", "name": "a"})):
+        assert "is not what was made: if it was edited it would be lost; delete it" in str(recite(tmp_path, again)["a"].error)
+        assert sound.read_bytes() == edited
+    sound.unlink()
+    assert recite(tmp_path, lines)["a"].speech
+
+
+def test_a_long_line_is_read_in_parts_as_a_long_text_is(tmp_path):
+    text = "Hello you. " * 30
+    lines = write(tmp_path, "a.jsonl", {"text": "Hello"}, {"text": text}, {"text": "Bye"}, {"text": "Hello. " * 99 + "<|no:tag|>"})
+    shelf = Shelf(tmp_path / "voices")
+    recital = Recital(speaker(), tmp_path / "out", COMMON, shelf, BUILD, Form(), part_tokens=40)
+    outcomes = {outcome.line.name: outcome for outcome in recital.speak(lines, 2)}
+    assert set(outcomes) == {"0001", "0002", "0003", "0004"} and "unknown tag" in str(outcomes["0004"].error)
+    told = json.loads((tmp_path / "out" / "0002.json").read_text(encoding="utf-8"))
+    assert len(told["parts"]) > 1 and " ".join(part["text"] for part in told["parts"]) == text.strip()
+    alone = reading.read(made := speaker(), wish := dataclasses.replace(COMMON, text=text), reading.plan(made, wish, 40), 2)
+    assert np.array_equal(outcomes["0002"].speech.samples, alone.samples)
+    assert outcomes["0001"].speech.text == "Hello" and outcomes["0003"].speech.text == "Bye"
+    with pytest.raises(UserError, match="--part-tokens"):
+        Recital(speaker(), tmp_path / "out", COMMON, shelf, BUILD, Form(), part_tokens=1)
 
 
 @pytest.mark.parametrize("place, works", [("voxport.run.asks._hash", True), ("voxport.run.lines.record_file", False)])
@@ -232,6 +262,10 @@ def test_a_name_may_bring_the_ending_that_it_gets(name, file, tmp_path):
 
 @pytest.mark.parametrize("line, says", [
     ('{"text": "a", "text": "b"}', "text is given twice"),
+    ("{not json", "it is not JSON from character 2 on"),
+    ("[" * 100_000, "nested without end"),
+    ({"text": 5}, "text must be text, not 5"),
+    ({"text": "Hi", "temperature": "hot"}, "temperature must be a number, not 'hot'"),
     ({"text": "Hi", "name": "CON"}, "cannot be the name of a file"),
     ({"text": "Hi", "name": "nul.wav"}, "cannot be the name of a file"),
     ({"text": "Hi", "name": ".wav"}, "cannot be the name of a file"),

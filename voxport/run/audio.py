@@ -279,6 +279,23 @@ def _check_written(path: Path, num_samples: int) -> None:
             raise soundfile.SoundFileError(f"only {file.frames} of {num_samples} samples were kept")
 
 
+def is_whole_sound(path: str | os.PathLike) -> bool:
+    """Whether a file is sound that can be read to the end that its header promises."""
+    try:
+        with open_sound(path) as file:
+            read = sum(len(block) for block in file.blocks(WRITE_BLOCK, dtype="float32"))
+            return 0 < read == file.frames and (Path(path).suffix.lower() != ".wav" or os.stat(path).st_size >= _promised(path))
+    except (soundfile.SoundFileError, OSError):
+        return False
+
+
+def _promised(path: str | os.PathLike) -> int:
+    """Bytes that a RIFF file should have by its header; libsndfile reads a cut one as a shorter one."""
+    with open(path, "rb") as file:
+        header = file.read(8)
+    return int.from_bytes(header[4:], "little") + 8 if header[:4] == b"RIFF" else 0
+
+
 def open_sound(path: str | os.PathLike) -> soundfile.SoundFile:
     """A file to read, told by what it holds and not by its name, which may be any that the system has."""
     return soundfile.SoundFile(os.open(path, os.O_RDONLY | BINARY))

@@ -7,6 +7,7 @@ A .txt file has a text on each line. A .jsonl file has an object on each: "text"
 from __future__ import annotations
 
 import dataclasses
+import json
 import os
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +16,7 @@ from types import MappingProxyType
 from typing import Any
 
 from voxport.errors import UserError, WorkError, describe
+from voxport.families import FAMILIES
 from voxport.files import (
     LONGEST_NAME,
     check_plain_name,
@@ -30,12 +32,14 @@ from voxport.files import (
 from voxport.lock import Lock
 from voxport.manifest import record_file
 from voxport.run.asks import describe_wish, hash_sound
-from voxport.run.audio import Form
+from voxport.run.audio import Form, is_whole_sound
 from voxport.run.batch import REMEMBERED
+from voxport.run.longtext import PART_TOKENS, check_budget
 from voxport.run.voices import Shelf, Voice
 
 FIELDS = {"text": str, "name": str, "voice": str, "ref_audio": str, "ref_text": str, "seed": int, "temperature": (int, float),
           "top_k": int, "top_p": (int, float), "max_frames": int}  # fmt: skip
+KINDS = {str: "text", int: "a whole number", (int, float): "a number"}  # of fields, in words
 SUFFIX = ".wav"
 LOCK = ".speaking"
 BUSY = "process {process} is speaking lines into this folder; wait for it or choose another --out-dir"
@@ -92,9 +96,13 @@ def _parse_object(number: int, text: str, fields: dict) -> Line:
             if key not in fields:
                 raise ValueError(f"unknown key {key!r}; known are {', '.join(fields)}")
             if not isinstance(value, fields[key]) or isinstance(value, bool):
-                raise ValueError(f"{key} must not be {value!r}")
+                raise ValueError(f"{key} must be {KINDS[fields[key]]}, not {value!r}")
         return Line(number, _check_name(asks.pop("name", _number_name(number))), asks)
-    except (ValueError, RecursionError, UserError) as error:
+    except json.JSONDecodeError as error:
+        return Line(number, _number_name(number), fault=f"it is not JSON from character {error.pos + 1} on ({error.msg})")
+    except RecursionError:
+        return Line(number, _number_name(number), fault="it is not an object of texts and numbers, but nested without end")
+    except (ValueError, UserError) as error:
         return Line(number, _number_name(number), fault=str(error))
 
 
@@ -125,10 +133,15 @@ def _refuse_doubles(lines: list[Line]) -> list[Line]:
 class Recital:
     """Speaks lines into a folder: NAME.wav, and NAME.json with all that is needed to speak it again."""
 
-    def __init__(self, speaker: Any, folder: str | os.PathLike, common: Any, shelf: Shelf, build: dict, form: Form):
-        """`speaker` of any family, `common` a wish of that family: what all lines ask for."""
+    def __init__(
+        self, speaker: Any, folder: str | os.PathLike, common: Any, shelf: Shelf, build: dict, form: Form, part_tokens: int = PART_TOKENS
+    ):
+        """`speaker` of any family, `common` a wish of that family: what all lines ask for. Lines of more than `part_tokens` tokens
+        are read in parts."""
+        check_budget(part_tokens)
         self.speaker, self.folder, self.common, self.shelf = speaker, Path(folder), common, shelf
-        self.build, self.form = build, form
+        self.build, self.form, self.part_tokens = build, form, part_tokens
+        self._script = FAMILIES[speaker.manifest.family].script
         self._voices: dict[str, Voice] = {}
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -144,13 +157,14 @@ class Recital:
         """Speak what has not been spoken, up to `size` lines at once. Outcomes come as they are known."""
         begun: list[Line] = []  # lines whose wish was handed on, in that order
         others: list[Outcome] = []
-        for index, made in self.speaker.speak_many(self._wishes(lines, begun, others), size):
+        for index, made in self.speaker.speak_many(self._wishes(lines, begun, others, size), size):
             yield from _drain(others)
             yield self._keep(begun[index], made)
         yield from _drain(others)
 
-    def _wishes(self, lines: list[Line], begun: list[Line], others: list[Outcome]) -> Iterator[Any]:
-        """Wishes of the lines that are to be spoken; voices are fetched when their line is due."""
+    def _wishes(self, lines: list[Line], begun: list[Line], others: list[Outcome], size: int) -> Iterator[Any]:
+        """Wishes of the lines that are to be spoken together; voices are fetched when their line is due. A long line is read by
+        itself, `size` of its parts at once, and is then one of `others`."""
         for line in lines:
             try:
                 if line.fault:
@@ -160,6 +174,10 @@ class Recital:
                     continue
                 wish = self._wish(line)
                 self._check_place(line, wish)
+                parts = self._script.plan(self.speaker, wish, self.part_tokens)
+                if len(parts) > 1:
+                    others.append(self._keep(line, self._script.read(self.speaker, wish, parts, size)))
+                    continue
             except UserError as error:
                 others.append(Outcome(line, self._path(line), error=error))
                 continue
@@ -171,9 +189,13 @@ class Recital:
         path, report = check_target(self._path(line)), self._report_path(line)
         if isinstance(wish.ref_audio, (str, os.PathLike)) and is_same_file(wish.ref_audio, path):
             raise UserError(f"{path} is the recording of the voice itself; choose another name or --out-dir, it would be lost")
+        told = self._told(line)
         strange = next((each for each in (path, report) if os.path.lexists(each)), None)
-        if strange is not None and self._told(line) is None:
-            raise UserError(f"{strange} would be lost: no report beside it says that it was made from lines; choose another name or --out-dir")
+        if strange is not None and told is None:
+            raise UserError(f"{strange} would be lost: no report beside it says that it was made from lines; delete it, or choose another"
+                            " name or --out-dir")  # fmt: skip
+        if told is not None and told["sound"] is not None and self._differs(line, told) and is_whole_sound(path):
+            raise UserError(f"{path} is not what was made: if it was edited it would be lost; delete it, or choose another name or --out-dir")
 
     def _wish(self, line: Line) -> Any:
         asks = dict(line.asks)
@@ -199,13 +221,17 @@ class Recital:
 
     def _is_done(self, line: Line) -> bool:
         """Whether this very line was spoken by this very build before, to the end."""
-        told = self._told(line) or {}
-        if told.get("asks") != self._asks(line) or told.get("build") != self.build or not is_file(self._path(line)):
+        told = self._told(line)
+        if told is None or told["asks"] != self._asks(line) or told["build"] != self.build or not is_file(self._path(line)):
             return False
+        return not self._differs(line, told)
+
+    def _differs(self, line: Line, told: dict) -> bool:
+        """Whether the sound that is there is not the one that was told of."""
         try:
-            return told.get("sound") == dataclasses.asdict(record_file(self._path(line)))
+            return told["sound"] != dataclasses.asdict(record_file(self._path(line)))
         except OSError:  # it cannot be read, so nobody can say that it is whole
-            return False
+            return True
 
     def _told(self, line: Line) -> dict | None:
         """The report of an earlier run on what it made under the line's name, None if there is none."""
@@ -217,7 +243,7 @@ class Recital:
 
     def _asks(self, line: Line) -> dict:
         """All that decides what is made of a line."""
-        asks = describe_wish(self.common) | {"form": dataclasses.asdict(self.form)} | line.asks
+        asks = describe_wish(self.common) | {"form": dataclasses.asdict(self.form), "part_tokens": self.part_tokens} | line.asks
         if "voice" in line.asks:
             asks["voice_sha256"] = self.shelf.fingerprint(line.asks["voice"])
         if "ref_audio" in line.asks:

@@ -106,7 +106,8 @@ def speak_lines(build: Build, speaker: Any, shelf: Shelf, arguments: argparse.Na
     lines, wish = read_lines(arguments.input, build.script.LINE_FIELDS), build.script.read_wish(arguments, speaker, "")
     if arguments.voice is not None:
         wish = dataclasses.replace(wish, voice=shelf.load(arguments.voice, speaker))
-    recital = Recital(speaker, arguments.out_dir, wish, shelf, build.report(), read_form(arguments))
+    budget = part_budget(arguments.part_tokens, in_one_part=False)
+    recital = Recital(speaker, arguments.out_dir, wish, shelf, build.report(), read_form(arguments), budget)
     counts = {"spoken": 0, "kept": 0, "failed": 0}
     with recital.lock(), bar(len(lines), "speaking", "line") as shown:
         for outcome in recital.speak(lines, arguments.batch):
