@@ -11,7 +11,7 @@ from voxport.errors import BY_SIGNALS, DONE, FAILED, UserError, run_script, say,
 if __name__ == "__main__":
     start_quietly()
 
-from voxport.files import check_target, write_json
+from voxport.files import is_folder, write_json
 from voxport.judge import report
 from voxport.judge.finding import PASS, verdict
 from voxport.judge.listeners import Resemblyzer, Whisper
@@ -19,7 +19,7 @@ from voxport.judge.page import write_page
 from voxport.judge.reference import check_alike, find_reference
 from voxport.judge.trial import Questions, Trial, beside, try_build
 from voxport.manifest import BuildManifest
-from voxport.run.audio import load_reference
+from voxport.run.audio import check_output, load_reference
 from voxport.run.load import load_speaker
 from voxport.run.text import load_tokenizer
 
@@ -81,6 +81,8 @@ def ask(args: argparse.Namespace, checkpoint: Path) -> Questions:
 
 def read_voices(folder: Path) -> list[Path]:
     """Sound files of a folder of voices; UserError if there are fewer than two to tell apart."""
+    if not is_folder(folder):
+        raise UserError(f"--voices {folder} is no folder")
     found = sorted(path for path in folder.glob("*") if path.suffix.lower() in (".wav", ".flac", ".ogg"))
     if len(found) < 2:
         raise UserError(f"--voices {folder} holds {len(found)} sound files; two voices at least are needed to tell them apart")
@@ -93,9 +95,9 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise UserError(f"--frames must be at least 1, not {args.frames}")
     if args.ref_text is not None and args.ref_audio is None:
         raise UserError("--ref-text is the transcript of a recording: name that with --ref-audio")
-    for path in (args.output, args.html):
+    for path, *endings in ((args.output, ".json"), (args.html, ".html", ".htm")):
         if path is not None:
-            check_target(path)
+            check_output(path, *endings)
 
 
 def load(folder: Path, args: argparse.Namespace) -> Any:

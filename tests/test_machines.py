@@ -230,14 +230,41 @@ def test_the_recording_of_a_voice_is_never_written_over(flags, tiny_build, tmp_p
     refuse_loss("v.wav", out="other.wav", stream=None)
 
 
+def test_no_file_of_a_build_or_of_a_voice_is_written_over(tiny_build, tmp_path, capsys):
+    place = shutil.copytree(tiny_build, tmp_path / "build")
+    voices = ["--voices-dir", tmp_path / "v"]
+    recording = ["--ref-audio", ROOT / "demo/voices/female.wav"]
+    assert run("--model-path", place, "--save-voice", "Anna", *recording, *voices) == 0
+    kept = tmp_path / "v" / "Anna" / "voice.npz"
+    before = {path: path.read_bytes() for path in (*place.iterdir(), kept)}
+    say = ["--model-path", place, "--text", "Hi", *SHORT, "--out", tmp_path / "x.wav"]
+    for target in ("manifest.json", "tokenizer.json"):
+        assert run(*say, "--json", place / target) == 2
+        assert f"{target} is a file of the build in {place}, which would be lost" in capsys.readouterr().err
+        judge = importlib.import_module("eval")
+        assert errors.run_script(judge.main, ["--model-path", str(place), "--output", str(place / target)]) == 2
+        assert "which would be lost" in capsys.readouterr().err
+    assert run(*say, "--voice", "Anna", *voices, "--save-codes", kept) == 2
+    assert "is in the folder of a saved voice" in capsys.readouterr().err
+    assert before == {path: path.read_bytes() for path in (*place.iterdir(), kept)}
+    assert run(*say, "--json", place / "mine.json") == 0  # beside them
+
+
+@pytest.mark.parametrize("flag, name", [("--output", "x.md"), ("--html", "x.json")])
+def test_a_report_ends_as_what_it_is(flag, name, tiny_build, tmp_path, capsys):
+    judge = importlib.import_module("eval")
+    assert errors.run_script(judge.main, ["--model-path", str(tiny_build), flag, str(tmp_path / name)]) == 2
+    assert f"{name} must end in ." in capsys.readouterr().err
+
+
 def test_a_report_that_cannot_be_written_is_known_before_the_work(tiny_build, tmp_path, capsys):
     (tmp_path / "l.txt").write_text("Hello\n", encoding="utf-8")
     lines = ["--input", tmp_path / "l.txt", "--out-dir", tmp_path / "o"]
     assert run("--model-path", tiny_build, *lines, "--json", tmp_path / "no" / "x.json") == 2
     assert not (tmp_path / "o").exists()
     judge = importlib.import_module("eval")
-    for flag in ("--output", "--html"):
-        assert errors.run_script(judge.main, ["--model-path", str(tiny_build), flag, str(tmp_path / "no" / "x.json")]) == 2
+    for flag, name in (("--output", "x.json"), ("--html", "x.html")):
+        assert errors.run_script(judge.main, ["--model-path", str(tiny_build), flag, str(tmp_path / "no" / name)]) == 2
         printed = capsys.readouterr()
         assert printed.out == "" and "cannot write" in printed.err.splitlines()[-1]
 
@@ -261,15 +288,15 @@ def test_an_output_folder_that_can_be_none_is_refused(name, tmp_path):
         (["--text", "Hi", "--out", "x.wav", "--model-path", "a" * 300], "holds no manifest.json"),
         (["--text", "Hi", "--out", "x.wav", "--model-path", "file/x"], "holds no manifest.json"),
         (["--input", "a" * 300 + ".txt", "--out-dir", "o"], "cannot be read"),
-        (["--list-voices", "--voices-dir", "a" * 300], ""),
-        (["--text", "Hi", "--out", "x.wav", "--voice", "Anna", "--voices-dir", "file"], "no voice 'Anna'"),
+        (["--list-voices", "--voices-dir", "a" * 300], "is no folder"),
+        (["--text", "Hi", "--out", "x.wav", "--voice", "Anna", "--voices-dir", "file"], "is no folder"),
     ],
 )
 def test_names_that_no_system_takes_are_one_line(arguments, message, tiny_build, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").touch()
     code = run("--model-path", tiny_build, *arguments)
-    assert code == (2 if message else 0) and message in capsys.readouterr().err
+    assert code == 2 and message in capsys.readouterr().err
     assert {path.name for path in tmp_path.iterdir()} == {"file"}
     assert not is_file("a\0b") and not is_file("a" * 5000)
 

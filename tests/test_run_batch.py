@@ -97,9 +97,16 @@ def test_texts_with_one_reference_hear_it_once_and_others_hear_theirs():
     assert spoken[0].rows.tolist() == speaker().grant(lines[0]).rows.tolist()
 
 
-def test_a_batch_without_a_place_is_refused_and_loses_no_text():
-    made = dict(speaker().speak_many(wishes(), 0))
-    assert len(made) == len(TEXTS) and all("at least one text" in str(error) for error in made.values())
+@pytest.mark.parametrize("size", [0, -1, 1.5, "a", None])
+def test_a_batch_without_a_place_is_refused(size):
+    for asked in (wishes(), []):
+        with pytest.raises(UserError, match="a batch holds one text or more"):
+            list(speaker().speak_many(asked, size))
+
+
+def test_what_is_no_wish_is_told_in_its_place():
+    made = dict(speaker().speak_many([None, "Hello", Wish("Hello", max_frames=3)], 2))
+    assert "is a Wish, not NoneType" in str(made[0]) and "is a Wish, not str" in str(made[1]) and len(made[2].codes) == 3
 
 
 def test_nothing_to_say_is_nothing():

@@ -89,7 +89,7 @@ def test_a_bad_line_is_told_and_the_others_are_spoken(tmp_path):
     outcomes = recite(tmp_path, lines)
     assert {name for name, outcome in outcomes.items() if outcome.speech} == {"0001", "last"}
     messages = {name: str(outcome.error) for name, outcome in outcomes.items() if outcome.error}
-    assert "unknown key 'speed'" in messages["0003"] and "no voice 'Nobody'" in messages["0006"]
+    assert "unknown key 'speed'" in messages["0003"] and "voices is no folder" in messages["0006"]
     assert "plain file name" in messages["0007"] and "seed must be a whole number, not '1'" in messages["0008"]
     assert len(messages) == 10
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["0001.json", "0001.wav", "last.json", "last.wav"]

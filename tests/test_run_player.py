@@ -1,6 +1,8 @@
 """Speech written as it comes: what a player on the other end reads, and what is left when nobody reads."""
 
+import contextlib
 import io
+import signal
 import wave
 
 import numpy as np
@@ -36,6 +38,32 @@ def test_a_stream_that_fails_leaves_no_file(tmp_path):
     with pytest.raises(KeyboardInterrupt), open_player(str(tmp_path / "a.wav"), 24000, raw=False) as player:
         player.play(SOUND)
         raise KeyboardInterrupt
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("end", [None, KeyboardInterrupt, PipeClosed, OSError])
+def test_a_file_that_is_streamed_over_is_back_if_the_stream_fails(end, tmp_path):
+    path = tmp_path / "a.wav"
+    path.write_bytes(b"precious")
+    with contextlib.nullcontext() if end is None else pytest.raises(end), open_player(str(path), 24000, raw=False) as player:
+        player.play(SOUND)
+        if end is not None:
+            raise end
+    assert (path.read_bytes() == b"precious") == (end is not None) and list(tmp_path.iterdir()) == [path]
+
+
+def test_a_file_that_grows_too_large_is_named(tmp_path):
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, before[1]))
+        with pytest.raises(WorkError, match="cannot write the stream to .*a.wav: File too large"):
+            with open_player(str(tmp_path / "a.wav"), 24000, raw=False) as player:
+                player.play(SOUND)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, handler)
     assert not list(tmp_path.iterdir())
 
 

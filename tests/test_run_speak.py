@@ -92,7 +92,7 @@ def test_max_frames_outside_the_limits_are_refused(max_frames):
 NOT_MEANT = [
     {"temperature": "hot"}, {"top_k": "x"}, {"top_p": None, "seed": 1.5}, {"max_frames": 2.5}, {"tags": 3}, {"ref_audio": 7},
     {"ref_audio": (VOICE[0], "x")}, {"ref_audio": (VOICE[0], float("nan"))}, {"ref_audio": (VOICE[0],)}, {"voice": "Anna"},
-    {"ref_audio": VOICE, "ref_text": 7},
+    {"ref_audio": VOICE, "ref_text": 7}, {"ref_text": 7},
 ]  # fmt: skip
 
 
@@ -102,6 +102,15 @@ def test_values_of_the_wrong_type_are_user_errors(options):
     with pytest.raises(UserError):
         made.speak("Hello", **options)
     assert made.parts.loaded == []
+
+
+@pytest.mark.parametrize("path", [None, 5, b"x.wav"])
+def test_speech_is_saved_under_a_path(path):
+    speech = make_speaker().speak("Hello", max_frames=9)
+    with pytest.raises(UserError, match="a file to write is named by its path"):
+        speech.save(path)
+    with pytest.raises(UserError, match="a file to write is named by its path"):
+        speech.save_codes(path)
 
 
 @pytest.mark.parametrize("options", [{"folder": None}, {"folder": 7}, {"provider": 7}, {"threads": "2"}, {"threads": 1.5}], ids=str)

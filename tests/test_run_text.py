@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 
 from voxport.errors import UserError
 from voxport.manifest import FileRecord, Tokens, record_file
-from voxport.run.text import build_prompt, check_script, encode, frame_cap, load_tokenizer, most_frames
+from voxport.run.text import LONGEST_TEXT, build_prompt, check_script, encode, frame_cap, load_tokenizer, most_frames
 
 HERE = Path(__file__).parent
 PROMPTS = json.loads((HERE / "golden/higgs/prompts.json").read_text(encoding="utf-8"))
@@ -112,6 +112,12 @@ def test_text_without_a_letter_or_digit_is_refused(text):
 @pytest.mark.parametrize("text", ["a", "7", "你好", "नमस्ते", "٣", "<|emotion:anger|>no", "½", "\ufeffword"], ids=ascii)
 def test_one_letter_or_digit_of_any_script_is_enough(text):
     assert check_script(text, "text", MANIFEST).text == text
+
+
+def test_a_text_without_end_is_refused_before_it_is_cut():
+    assert check_script("a" * LONGEST_TEXT, "text", MANIFEST).spoken
+    with pytest.raises(UserError, match="text has 1000001 characters, more than 1000000"):
+        check_script("a" * (LONGEST_TEXT + 1), "text", MANIFEST)
 
 
 def test_control_characters_are_told_and_stay():

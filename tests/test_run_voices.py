@@ -115,6 +115,14 @@ def test_only_the_newest_builds_are_kept(shelf):
     assert len(kept_files(shelf)) == KEPT
 
 
+def test_forgetting_a_voice_leaves_files_that_are_not_of_it(shelf):
+    (shelf.folder / "Anna").mkdir(parents=True)
+    (shelf.folder / "Anna" / "mine.npz").write_text("mine", encoding="utf-8")
+    shelf.save("Anna", speaker(), VOICE, "Old")
+    shelf.delete("Anna")
+    assert [path.name for path in (shelf.folder / "Anna").iterdir()] == ["mine.npz"] and shelf.names() == []
+
+
 def test_a_voice_is_not_replaced_by_another(shelf):
     shelf.save("Anna", speaker(), VOICE, "Old")
     for sound, text in ((VOICE, "New"), (VOICE, None), ((VOICE[0] * 0.5, VOICE[1]), "Old")):

@@ -287,6 +287,20 @@ class Manifest(BuildManifest):
         return SPEAKING
 
 
+def refuse_part(path: str | os.PathLike) -> None:
+    """UserError if a path is a file of the build that lies in its folder."""
+    path = Path(os.path.realpath(path))
+    if not is_file(path) or not is_file(path.parent / MANIFEST_NAME):
+        return
+    try:
+        found = Manifest.read(path.parent)
+        owned = {*found.files, *(name for part in found.parts.values() for name in part.files)}
+    except UserError:
+        owned = set()
+    if path.name in {MANIFEST_NAME, *owned}:
+        raise UserError(f"{path} is a file of the build in {path.parent}, which would be lost; choose another name")
+
+
 def record_file(path: Path) -> FileRecord:
     """Size and hash of a finished file."""
     return FileRecord(path.stat().st_size, sha256_file(path))

@@ -12,10 +12,11 @@ import soundfile
 
 from voxport.errors import UserError, WorkError
 from voxport.files import atomic_path, check_target, is_file
-from voxport.manifest import Codec, Limits
+from voxport.manifest import Codec, Limits, refuse_part
 from voxport.run.values import is_whole
 
 BINARY = getattr(os, "O_BINARY", 0)  # Windows changes line ends otherwise
+VOICE_NAME = "voice.npz"  # of the recording in the folder of a saved voice
 READ_BLOCK = 1 << 18  # samples of all channels read at a time, so that channels are averaged before they fill the memory
 PCM16_PEAK, PCM24_PEAK = 32767, 8388607
 ENCODINGS = ("pcm16", "pcm24", "float")  # of WAV; FLAC holds the first two
@@ -225,8 +226,13 @@ def to_pcm24(samples: np.ndarray) -> np.ndarray:
 
 def check_output(path: str | os.PathLike, *suffixes: str, pipe: bool = False) -> Path:
     """The path to write to; UserError before any work if nothing can be written there, or its ending is wrong."""
+    if not isinstance(path, (str, os.PathLike)):
+        raise UserError(f"a file to write is named by its path, not by {path!r}")
     if Path(path).suffix.lower() not in suffixes:
         raise UserError(f"{path} must end in {' or '.join(suffixes)}")
+    refuse_part(path)
+    if is_file(path) and is_file(Path(os.path.realpath(path)).with_name(VOICE_NAME)):
+        raise UserError(f"{path} is in the folder of a saved voice, where it would be lost; choose another name")
     return check_target(path, pipe)
 
 

@@ -25,9 +25,16 @@ from voxport.run.speech import Stopwatch
 from voxport.run.stream import Playback, Tail
 from voxport.run.take import EOC, Take
 from voxport.run.text import Prompt
+from voxport.run.values import is_whole
 
 BATCH = 4  # utterances at once: the weights are read once for all, and arithmetic is not yet the limit on two cores
 REMEMBERED = 4  # voices kept at hand within one batch, some 90 MB each at full size for 10 s of reference
+
+
+def check_size(size: int) -> None:
+    """UserError unless a batch can hold so many texts."""
+    if not (is_whole(size) and size >= 1):
+        raise UserError(f"a batch holds one text or more, a whole number, not {size!r}")
 
 
 class Model(Protocol):
@@ -130,8 +137,7 @@ class Batch:
     """Up to `size` performances; the one at place b of `members` has row b of the cache."""
 
     def __init__(self, model: Model, size: int):
-        if size < 1:
-            raise UserError(f"a batch holds at least one text, not {size}")
+        check_size(size)
         self.model, self.size = model, size
         self.members: list[Performance] = []
         self.store = model.decoder.empty_cache(size).store

@@ -142,7 +142,7 @@ def check_arguments(arguments: argparse.Namespace) -> None:
     if arguments.save_voice is not None and not arguments.has_text:
         return _refuse(arguments, ("out", "stream", "save_codes"), "without --text: --save-voice alone speaks nothing")
     if not arguments.has_text:
-        raise UserError("--text is needed (or --input, --save-voice, --list-voices, --selftest, --verify); see --help")
+        raise UserError("--text is needed (or --dialogue, --input, --save-voice, --list-voices, --delete-voice, --selftest, --verify); see --help")
     if arguments.out is None and arguments.stream is None:
         raise UserError("nothing says where the speech is to go: add --out FILE, or --stream FILE to hear it while it is made")
     _check_outputs(arguments)

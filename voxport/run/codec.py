@@ -5,9 +5,16 @@ import numpy as np
 from voxport.errors import WorkError
 from voxport.manifest import Manifest
 from voxport.run.delay import check_codes
-from voxport.run.session import Parts
+from voxport.run.session import CPU, Parts
 
 DECODER, ENCODER = "audio_tokenizer", "audio_encoder"
+
+
+def silence_remedy(provider: str) -> str:
+    """What to do about sound that is none, which may be a kernel's fault, a file's, or all that the model drew."""
+    if provider != CPU:
+        return "speak with --provider cpu"
+    return "try another seed, text or voice, and if it stays so ask --verify whether the build is as it was made"
 
 
 class Codec:
@@ -48,7 +55,7 @@ class Codec:
 
     def _fault(self, fault: str) -> WorkError:
         graph = self.parts[DECODER]
-        return WorkError(f"{graph.name} on {graph.provider} returned {fault} as sound; speak with --provider cpu")
+        return WorkError(f"{graph.name} on {graph.provider} returned {fault} as sound; {silence_remedy(graph.provider)}")
 
     def encode(self, samples: np.ndarray) -> np.ndarray:
         """[n] float32 at the codec's rate -> [T, N] int64 codes. WorkError if they are not codes."""

@@ -21,7 +21,7 @@ from voxport.errors import UserError
 from voxport.manifest import HIGGS, Manifest, verify_files
 from voxport.progress import bar
 from voxport.run.audio import Reference
-from voxport.run.batch import BATCH, Batch, Cue, Heard, Performance
+from voxport.run.batch import BATCH, Batch, Cue, Heard, Performance, check_size
 from voxport.run.codec import DECODER, ENCODER, Codec
 from voxport.run.decoder import Decoder
 from voxport.run.delay import apply_delay, check_codes
@@ -112,12 +112,13 @@ class Speaker:
     def speak_many(self, wishes: Iterable[Wish], size: int = BATCH) -> Iterator[tuple[int, Speech | UserError]]:
         """Speak many texts, up to `size` at once. Yields (index, speech), in the order in which they are over; a text that
         fails yields its error instead and holds up no other."""
+        check_size(size)
         queue, heard, batch = enumerate(wishes), Heard(), None
         places: dict[Performance, int] = {}
         while True:
             while batch is None or batch.has_room:
                 index, wish = next(queue, (None, None))
-                if wish is None:
+                if index is None:
                     break
                 try:
                     member = self._begin(self._check(wish), Stopwatch(), heard)

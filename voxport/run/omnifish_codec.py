@@ -6,6 +6,7 @@ import numpy as np
 
 from voxport.errors import UserError, WorkError
 from voxport.manifest_omnifish import CODEC_DECODER, CODEC_ENCODER, OmniFishManifest
+from voxport.run.codec import silence_remedy
 from voxport.run.omnifish_residual import run_all
 from voxport.run.session import Parts
 
@@ -44,7 +45,8 @@ class CodecStream:
             raise UserError(f"{self.position + codes.shape[1]} frames are more than the {room} of this build; speak it in parts")
 
     def fault(self, fault: str) -> WorkError:
-        return WorkError(f"{self.graph.name} on {self.graph.provider} returned {fault} as sound; speak with --provider cpu")
+        remedy = silence_remedy(self.graph.provider)
+        return WorkError(f"{self.graph.name} on {self.graph.provider} returned {fault} as sound; {remedy}")
 
 
 def decode(parts: Parts, manifest: OmniFishManifest, codes: np.ndarray) -> np.ndarray:

@@ -104,6 +104,8 @@ class Request:
 
 def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
     """Check text, names, settings and reference, the cheapest first; UserError names what is wrong."""
+    if not isinstance(wish, Wish):
+        raise UserError(f"what is to be spoken is a Wish, not {type(wish).__name__}")
     script = check_text(wish, manifest)
     settings = choose_settings(wish, manifest)
     max_frames = choose_frames(wish, script, manifest)
@@ -199,6 +201,8 @@ def check_reference(
 
 def why_unread(ref_audio: object, ref_text: str | None, manifest: OmniFishManifest) -> tuple[str, ...]:
     """A warning if there is a transcript that the model will not read."""
+    if ref_text is not None and not isinstance(ref_text, str):
+        raise UserError(f"the reference text must be text, not {type(ref_text).__name__}")
     if not ref_text:
         return ()
     if ref_audio is None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import struct
 import sys
 from collections.abc import Iterator
@@ -13,6 +14,7 @@ from typing import BinaryIO
 import numpy as np
 
 from voxport.errors import UserError, WorkError, describe, silence
+from voxport.files import SHORT_NAME
 from voxport.run.audio import to_pcm16
 
 STDOUT = "-"
@@ -69,19 +71,38 @@ def open_player(target: str, rate: int, raw: bool) -> Iterator[Player]:
         yield _to_stdout(rate, raw)
         return
     path = Path(os.path.realpath(target))
-    try:
-        file = open(path, "wb")
-    except OSError as error:
-        raise WorkError(f"cannot write {target}: {describe(error)}") from error
-    try:
-        with contextlib.closing(file):
+    with _replaced(path, target):
+        try:
+            file = open(path, "wb")
+        except OSError as error:
+            raise WorkError(f"cannot write {target}: {describe(error)}") from error
+        try:
             player = Player(file, rate, raw, target)
             yield player
             player.finish()
+        finally:
+            with contextlib.suppress(OSError):  # what could not be written before: that was told
+                file.close()
+
+
+@contextlib.contextmanager
+def _replaced(path: Path, target: str) -> Iterator[None]:
+    """A file that is there gives way to one that is made inside, and comes back if that is not made to its end."""
+    aside = path.with_name(f".{path.stem[:SHORT_NAME]}.{secrets.token_hex(8)}.old{path.suffix}")
+    try:
+        if path.is_file():  # a pipe stays where it is
+            os.rename(path, aside)
+    except OSError as error:
+        raise WorkError(f"cannot write {target}: {describe(error)}") from error
+    try:
+        yield
     except BaseException:
-        if path.is_file():  # a pipe stays
+        if path.is_file():
             path.unlink()
+        if aside.exists():
+            os.rename(aside, path)
         raise
+    aside.unlink(missing_ok=True)
 
 
 def _to_stdout(rate: int, raw: bool) -> Player:

@@ -62,6 +62,8 @@ class Request:
 
 def check_wish(wish: Wish, manifest: Manifest) -> Request:
     """Check text, settings and reference, the cheapest first; UserError names what is wrong."""
+    if not isinstance(wish, Wish):
+        raise UserError(f"what is to be spoken is a Wish, not {type(wish).__name__}")
     script = check_script(wish.text, "the text", manifest, wish.tags)
     dice = choose_dice(wish, manifest)
     max_frames = choose_frames(wish, script, manifest)
@@ -103,6 +105,8 @@ def choose_frames(wish: Wish, script: Script, manifest: Manifest) -> int:
 
 def why_unheard(ref_audio: object, ref_text: str | None, manifest: Manifest) -> tuple[str, ...]:
     """A warning if there is a reference text that the model will not hear."""
+    if ref_text is not None and not isinstance(ref_text, str):
+        raise UserError(f"the reference text must be text, not {type(ref_text).__name__}")
     if not ref_text:
         return ()
     if ref_audio is None:

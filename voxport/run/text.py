@@ -18,6 +18,7 @@ TAG = re.compile(r"<\|[^|>]{1,64}\|>")
 WORD = re.compile(r"[a-z0-9]+")
 TAG_POLICIES = ("error", "strip", "keep")  # what happens to a tag that the tokenizer does not know
 NORMALISERS = ("NFC", "NFD", "NFKC", "NFKD")
+LONGEST_TEXT = 1_000_000  # characters; some 18 hours of speech, and half a minute to cut into parts
 LAYOUT = "\t\n\v\f\r\x85"  # control characters that only break lines or leave a space
 TOKENIZER_FILE = "tokenizer.json"
 
@@ -63,6 +64,8 @@ def check_script(text: str, what: str, manifest: Manifest, policy: str = "error"
 def _check_characters(text: str, what: str) -> None:
     if not isinstance(text, str):
         raise UserError(f"{what} must be text, not {type(text).__name__}")
+    if len(text) > LONGEST_TEXT:
+        raise UserError(f"{what} has {len(text)} characters, more than {LONGEST_TEXT}; speak it in pieces, a chapter each")
     if "\0" in text:
         raise UserError(f"{what} holds a NUL character at {text.index(chr(0))}: that is binary data, not text")
     try:

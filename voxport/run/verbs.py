@@ -12,7 +12,7 @@ import sys
 import types
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from voxport.errors import DONE, UserError, WorkError, say
 from voxport.families import FAMILIES, check_flags
@@ -135,9 +135,11 @@ def tend_voices(shelf: Shelf, arguments: argparse.Namespace) -> dict:
         shelf.delete(arguments.delete_voice)
         say(f"the voice {arguments.delete_voice} is forgotten")
         return {"deleted": arguments.delete_voice}
+    shelf.require()
     voices = shelf.list()
     for name, facts in voices.items():
-        say(facts.get("error") or f"{name}: {facts['seconds']:.1f} s, {facts['transcript'] or 'no transcript'}")
+        line = facts.get("error") or f"{name}: {facts['seconds']:.1f} s, {facts['transcript'] or 'no transcript'}"
+        say(line, answers(arguments))
     say(f"{plural(len(voices), 'voice')} in {shelf.folder}")
     return {"voices": voices}
 
@@ -153,7 +155,7 @@ def verify(build: Build, arguments: argparse.Namespace) -> int:
     """Replay the build's proof, a line a question; the first part that fails is named last, with the remedy."""
     verdicts, options = [], (arguments.provider, arguments.threads, arguments.allow_fallback)
     for verdict in verify_build(build.folder, build.manifest, *options):
-        say(f"{verdict.part:16} {verdict.what:13} {verdict.state:11} {verdict.says}")
+        say(f"{verdict.part:16} {verdict.what:13} {verdict.state:11} {verdict.says}", answers(arguments))
         verdicts.append(verdict)
     failed = [verdict for verdict in verdicts if verdict.state == FAIL]
     tell({"build": build.report(), "verify": [dataclasses.asdict(verdict) for verdict in verdicts]}, arguments)
@@ -161,6 +163,11 @@ def verify(build: Build, arguments: argparse.Namespace) -> int:
         raise WorkError(explain(failed[0], build.manifest.proof))
     say(f"verified: {len(verdicts)} answers as the build proved them")
     return DONE
+
+
+def answers(arguments: argparse.Namespace) -> TextIO | None:
+    """Where what was asked for is printed: stdout, unless that is for the report."""
+    return sys.stderr if arguments.json == STDOUT else sys.stdout
 
 
 def tell(report: dict, arguments: argparse.Namespace) -> None:

@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-import shutil
+import re
 import sys
 import zipfile
 from collections.abc import Mapping
@@ -24,11 +24,12 @@ import onnxruntime as ort
 from voxport.errors import BAD_INPUT, UserError, WorkError
 from voxport.files import atomic_path, is_folder, is_reserved, parse_json, sha256_file
 from voxport.manifest import BuildManifest
-from voxport.run.audio import HIGHEST_RATE, LOWEST_RATE, Reference, fit_to_codec
+from voxport.run.audio import HIGHEST_RATE, LOWEST_RATE, VOICE_NAME, Reference, fit_to_codec
 from voxport.run.text import check_script
 
+MEMORY = re.compile(r"[0-9a-f]{32}\.npz")  # names of what builds made of a voice
 VERSION = 1  # of the files on the shelf
-SOURCE = "voice.npz"
+SOURCE = VOICE_NAME
 LONGEST_NAME = 64
 KEPT = 4  # builds and providers for which a voice is kept ready; some 90 MB each at full size for 10 s
 # What zipfile, json and NumPy raise for files that are not theirs
@@ -97,6 +98,11 @@ class Shelf:
         """Where it is; asked for only when voices are, since there may be no home folder."""
         return self._folder or default_shelf()
 
+    def require(self) -> None:
+        """UserError if a folder was named that is none: a slip of the pen must not look like an empty shelf."""
+        if self._folder is not None and not is_folder(self._folder):
+            raise UserError(f"--voices-dir {self._folder} is no folder; --save-voice makes it")
+
     def names(self) -> list[str]:
         """Names of the saved voices, sorted."""
         return sorted(path.parent.name for path in self.folder.glob(f"*/{SOURCE}")) if is_folder(self.folder) else []
@@ -153,14 +159,20 @@ class Shelf:
         return sha256_file(self._find(name) / SOURCE)
 
     def delete(self, name: str) -> None:
-        """Forget a voice."""
+        """Forget a voice; files that are not of it stay."""
+        folder = self._find(name)
         try:
-            shutil.rmtree(self._find(name))
+            for path in folder.iterdir():
+                if path.name == SOURCE or MEMORY.fullmatch(path.name):
+                    path.unlink()
         except OSError as error:
             raise WorkError(f"cannot delete the voice {name}: {error}") from error
+        with contextlib.suppress(OSError):  # something else is kept there
+            folder.rmdir()
 
     def _find(self, name: str) -> Path:
         check_name(name)
+        self.require()
         if name not in self.names():
             known = f"there are: {', '.join(self.names())}" if self.names() else "there is none"
             raise UserError(f"no voice {name!r} in {self.folder}; {known}; save one with --save-voice")
@@ -193,7 +205,7 @@ class Shelf:
         facts = {"version": VERSION, "key": key, "ref_text": voice.ref_text}
         try:
             write_arrays(folder / f"{key[:32]}.npz", facts, speaker.pack_voice(voice))
-            kept = sorted((path for path in folder.glob("*.npz") if path.name != SOURCE), key=lambda path: path.stat().st_mtime)
+            kept = sorted((path for path in folder.iterdir() if MEMORY.fullmatch(path.name)), key=lambda path: path.stat().st_mtime)
             for path in kept[:-KEPT]:
                 path.unlink(missing_ok=True)
         except (OSError, UserError):
