@@ -29,6 +29,7 @@ from voxport import run
 from voxport.errors import UserError, WorkError
 from voxport.manifest import Sampling
 from voxport.run.audio import to_pcm16
+from voxport.run.codec import silence_remedy
 from voxport.run.higgs import Speaker
 from voxport.run.request import Wish
 from voxport.run.session import Engine
@@ -351,6 +352,11 @@ def test_a_codec_that_fails_is_an_error_and_not_a_file(wave):
     with pytest.raises(WorkError, match="audio_tokenizer") as error:
         make_speaker(audio_heads=ending(20), audio_tokenizer=codec_session(wave)).speak("Hello")
     assert error.value.code == 1
+
+
+@pytest.mark.parametrize("provider, remedy", [("CPUExecutionProvider", "another seed.*--verify"), ("CUDAExecutionProvider", "--provider cpu")])
+def test_what_to_do_about_silence_depends_on_where_it_was_made(provider, remedy):
+    assert re.search(remedy, silence_remedy(provider)) and ("--provider" in silence_remedy(provider)) == (remedy == "--provider cpu")
 
 
 @pytest.mark.parametrize("code", [-1, V - 2])

@@ -219,7 +219,10 @@ class BuildManifest:
             raise UserError(f"{folder} is not spelt in UTF-8 here; set PYTHONUTF8=1, or rename the folder")
         if not is_file(path):
             raise UserError(f"{folder} holds no {MANIFEST_NAME}: not a finished build; make one with optimize.py")
-        data = read_json(path, "manifest")
+        try:
+            data = read_json(path, "manifest")
+        except UserError as error:
+            raise UserError(f"{error}; copy the folder again, or build it again") from error
         if data.get("schema_version") != SCHEMA_VERSION:
             found = data.get("schema_version")
             raise UserError(f"{path}: schema_version is {found!r}, this version reads {SCHEMA_VERSION}; build again")
