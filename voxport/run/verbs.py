@@ -161,7 +161,7 @@ def verify(build: Build, arguments: argparse.Namespace) -> int:
     tell({"build": build.report(), "verify": [dataclasses.asdict(verdict) for verdict in verdicts]}, arguments)
     if failed:
         raise WorkError(explain(failed[0], build.manifest.proof))
-    say(f"verified: {len(verdicts)} answers as the build proved them")
+    say(f"verified: {len(verdicts)} answers as the build proved them", answers(arguments))
     return DONE
 
 
