@@ -510,8 +510,8 @@ def test_a_part_that_fails_its_check_is_not_installed(scratch, monkeypatch, caps
 
 def test_a_build_that_was_cut_off_goes_on_where_it_stopped(tmp_path, capsys):
     folder = build(TINY, tmp_path / "half", "--precision", "fp32", "--components", "audio_embed,audio_heads")
-    (folder / ".build" / "staging").mkdir(parents=True)
-    (folder / ".build" / "staging" / "text_embed.onnx").write_bytes(b"half a graph")
+    (folder / ".build" / "scratch").mkdir(parents=True)
+    (folder / ".build" / "scratch" / "text_embed.onnx").write_bytes(b"half a graph")
     build(TINY, folder, "--precision", "fp32", "--components", "audio_embed,audio_heads,text_embed")
     assert set(Manifest.read(folder).parts) == {"audio_embed", "audio_heads", "text_embed"}
     assert not (folder / ".build").exists()

@@ -28,7 +28,7 @@ from voxport.run.cli import find_build
 def test_files_that_no_build_made_are_never_replaced(name, tmp_path, monkeypatch, capsys):
     (tmp_path / name).write_text("mine", encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    for output in ("", ".", str(tmp_path)):
+    for output in (".", str(tmp_path)):
         assert run_script(optimize.main, ["--checkpoint", str(TINY), "--output", output]) == 2
         assert f"holds {name}, which a build would replace" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == [name] and (tmp_path / name).read_text(encoding="utf-8") == "mine"
@@ -43,9 +43,61 @@ def test_a_build_never_goes_into_its_own_checkpoint(tmp_path):
 def test_a_build_and_an_empty_folder_are_places(tmp_path):
     check_place(tmp_path, TINY)
     check_place(tmp_path / "new", TINY)
-    for name in ("LICENSE", MANIFEST_NAME):
-        (tmp_path / name).write_text("{}", encoding="utf-8")
+    (tmp_path / MANIFEST_NAME).write_text('{"schema_version": 0, "family": "an older one"}', encoding="utf-8")
+    (tmp_path / "LICENSE").write_text("its own", encoding="utf-8")
     check_place(tmp_path, TINY)
+
+
+@pytest.mark.parametrize("mine", [".build/debug/app", ".build", "manifest.json", ".out.aside/notes", ".out.aside"])
+def test_names_that_a_build_uses_are_not_taken_from_the_user(mine, tmp_path, capsys):
+    output = tmp_path / "out"
+    path = tmp_path / mine if mine.startswith(".out") else output / mine
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text('{"name": "web app"}', encoding="utf-8")
+    for flags in ([], ["--plan"]):
+        assert run_script(optimize.main, ["--checkpoint", str(TINY), "--output", str(output), "--components", "audio_embed", *flags]) == 2
+        said = capsys.readouterr().err
+        assert mine.split("/")[0] in said and "a folder" in said and said.count("\n") == 1
+    assert [p for p in tmp_path.rglob("*") if p.is_file()] == [path] and path.read_text(encoding="utf-8") == '{"name": "web app"}'
+
+
+def test_the_users_own_scratch_in_a_build_and_folder_beside_it_are_not_taken(tiny_build, tmp_path):
+    output = shutil.copytree(tiny_build, tmp_path / "out")
+    (tmp_path / ".out.aside").mkdir()
+    with pytest.raises(UserError, match=r"\.out\.aside is no build"):
+        check_place(output, TINY)
+    shutil.copy2(output / MANIFEST_NAME, tmp_path / ".out.aside")
+    check_place(output, TINY)
+    (output / ".build" / "checkouts").mkdir(parents=True)
+    with pytest.raises(UserError, match=r"holds \.build, which"):
+        check_place(output, TINY)
+
+
+def test_a_manifest_that_was_cut_is_a_builds_only_beside_what_a_build_leaves(tmp_path):
+    (tmp_path / MANIFEST_NAME).write_text('{"schema_version": 1, "fam', encoding="utf-8")
+    with pytest.raises(UserError, match="holds manifest.json"):
+        check_place(tmp_path, TINY)
+    (tmp_path / ".build" / "next").mkdir(parents=True)
+    check_place(tmp_path, TINY)
+    shutil.rmtree(tmp_path / ".build")
+    (tmp_path / "audio_embed.onnx").write_bytes(b"")
+    check_place(tmp_path, TINY)
+
+
+def test_only_a_build_whose_files_were_moving_in_may_lack_its_manifest(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (tmp_path / ".build" / "next").mkdir(parents=True)
+    with pytest.raises(UserError, match="holds tokenizer.json"):
+        check_place(tmp_path, TINY)
+    (tmp_path / ".build" / "next").rename(tmp_path / ".build" / "arriving")
+    check_place(tmp_path, TINY)
+
+
+@pytest.mark.parametrize("output, said", [("/", "is the top of a disk"), ("/tmp/..", "is the top of a disk"), ("", "the name is empty")])
+def test_a_place_that_is_no_folder_of_its_own_is_refused_in_one_line(output, said, capsys):
+    assert run_script(optimize.main, ["--checkpoint", str(TINY), "--output", output, "--components", "audio_embed"]) == 2
+    err = capsys.readouterr().err
+    assert said in err and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("flags", [["--sample-rate", "8000"], ["--encoding", "float"]])
@@ -111,7 +163,7 @@ def test_the_same_checkpoint_is_built_another_way_and_what_changes_is_said(tmp_p
     assert said() == [f"changes the build in {folder}: {change}{rest}"]
     build(TINY, folder, "--components", "audio_embed", "--precision", "fp32", "--device", "cuda", "--rope-table", "exact")
     assert said() == [f"changes the build in {folder}: device cuda in place of cpu, precision fp32 in place of int4{rest}"]
-    (folder / MANIFEST_NAME).write_text("{}", encoding="utf-8")
+    (folder / MANIFEST_NAME).write_text("{", encoding="utf-8")
     build(TINY, folder, "--components", "audio_embed")
     assert said() == [f"replaces the build in {folder}, which cannot be read"]
 

@@ -2,30 +2,74 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
-from voxport.build.folder import read_manifest
-from voxport.build.swap import WORK
+from voxport.build.folder import SCRATCH, STANDALONE, read_manifest
+from voxport.build.swap import ARRIVING, LOCK, NEXT, TRASH, WORK, aside
 from voxport.errors import UserError
 from voxport.families import FAMILIES
-from voxport.files import is_same_file
+from voxport.files import is_same_file, read_any_json, read_json
 from voxport.manifest import MANIFEST_NAME, BuildManifest
 
+WORK_NAMES = {LOCK, NEXT, ARRIVING, TRASH, SCRATCH, STANDALONE}  # all that a build leaves in its scratch space
+MANIFEST_KEYS = {"schema_version", "family"}  # of a manifest of any version
 TAKEN = ("LICENSE", "tokenizer.json", "tokenizer_config.json", "genai_config.json", "*.onnx", "*.onnx.data", "config.json")
 # of a recipe, what the user chooses, and what it is called
 SETTINGS = {"device": "device", "precision": "precision", "rounding": "recipe", "heads": "heads", "rope_table": "rope table",
             "attention": "attention"}  # fmt: skip
 
 
-def check_place(output: Path, checkpoint: Path) -> None:
-    """UserError if `output` is the checkpoint's own folder, or holds files that a build would replace and none has made."""
+def check_place(output: Path, checkpoint: Path, flag: str = "--output") -> None:
+    """UserError if `output` can be no build's folder, is the checkpoint's own, or it or its neighbour by the name that builds change
+    places under holds files that a build would replace and none has made."""
     if is_same_file(output, checkpoint):
-        raise UserError(f"--output {output} is the folder of the checkpoint; name another")
-    if (output / MANIFEST_NAME).exists() or (output / WORK).exists():
-        return
-    found = sorted(path.name for pattern in TAKEN for path in output.glob(pattern)) if output.is_dir() else []
+        raise UserError(f"{flag} {output} is the folder of the checkpoint; name another")
+    place = output.resolve()
+    if not place.name:
+        raise UserError(f"{flag} {output} is the top of a disk; name a folder of its own")
+    found = strangers(place)
     if found:
-        raise UserError(f"--output {output} is no build and holds {found[0]}, which a build would replace; name a folder of its own")
+        raise UserError(f"{flag} {output} holds {found[0]}, which a build would replace and none has made; name a folder of its own")
+    beside = aside(place)
+    if os.path.lexists(beside) and (beside.is_symlink() or not is_manifest(beside / MANIFEST_NAME)):
+        raise UserError(f"{beside} is no build, and one in {output} would pass through a folder of that name; rename it, or choose"
+                        " another place for the build")  # fmt: skip
+
+
+def strangers(place: Path) -> list[str]:
+    """Names in a folder that a build would replace and none has made; in the folder of a build there are none."""
+    work = place / WORK
+    if os.path.lexists(work) and not is_work(work):
+        return [WORK]
+    if os.path.lexists(place / MANIFEST_NAME):
+        return [] if is_manifest(place / MANIFEST_NAME) or is_cut_build(place) else [MANIFEST_NAME]
+    if (work / ARRIVING).is_dir():  # a first build that was killed while its files moved in
+        return []
+    return sorted(path.name for pattern in TAKEN for path in place.glob(pattern)) if place.is_dir() else []
+
+
+def is_work(folder: Path) -> bool:
+    """Whether a folder is scratch space of a build: it holds nothing else."""
+    return folder.is_dir() and {path.name for path in folder.iterdir()} <= WORK_NAMES
+
+
+def is_manifest(path: Path) -> bool:
+    """Whether a file is the manifest of a build, of whichever version."""
+    try:
+        return read_json(path, "manifest").keys() >= MANIFEST_KEYS
+    except UserError:
+        return False
+
+
+def is_cut_build(place: Path) -> bool:
+    """Whether a folder's manifest is no JSON any more, and what a build leaves lies beside it."""
+    try:
+        read_any_json(place / MANIFEST_NAME, "manifest")
+    except UserError:
+        parts = {f"{name}.onnx" for family in FAMILIES.values() for name in family.builder.COMPONENTS}
+        return (place / WORK).is_dir() or any((place / name).is_file() for name in parts)
+    return False
 
 
 def check_source(output: Path, source: str, fingerprint: str, whole: bool) -> None:
