@@ -168,6 +168,53 @@ def test_the_same_checkpoint_is_built_another_way_and_what_changes_is_said(tmp_p
     assert said() == [f"replaces the build in {folder}, which cannot be read"]
 
 
+def make_some(folder: Path, components: str, *flags: str) -> int:
+    return run_script(optimize.main, ["--checkpoint", str(TINY), "--output", str(folder), "--components", components, *flags])
+
+
+def test_parts_of_another_target_are_not_mixed_into_a_build(tiny_int4, tmp_path, capsys):
+    folder = shutil.copytree(tiny_int4, tmp_path / "out")
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    for flags, wanted, back in (
+        (["--precision", "fp32"], "cpu_fp32", "--precision int4"),
+        (["--device", "cuda"], "cuda_int4", "--device cpu"),
+        (["--device", "cuda", "--precision", "fp16"], "cuda_fp16", "--device cpu --precision int4"),
+    ):
+        assert make_some(folder, "audio_heads", *flags) == 2
+        said = capsys.readouterr().err
+        assert f"holds a cpu_int4 build; parts of {wanted} cannot be mixed in" in said and f"or build with {back}" in said
+        assert said.count("\n") == 1
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+    assert make_some(folder, "audio_heads", "--precision", "int4") == 0
+
+
+@pytest.mark.parametrize(
+    "setting, governed, back",
+    [
+        (["--recipe", "rtn-64"], "llm_decoder", f"or build with --recipe {DEFAULT_RECIPE}"),
+        (["--rope-table", "exact"], "llm_decoder", "or build with --rope-table bf16"),
+        (["--heads-precision", "int8"], "audio_heads", "or build with no --heads-precision"),
+    ],
+)
+def test_a_setting_is_changed_only_together_with_the_part_that_it_governs(setting, governed, back, tiny_int4, tmp_path, capsys):
+    folder = shutil.copytree(tiny_int4, tmp_path / "out")
+    assert make_some(folder, "audio_embed", *setting) == 2
+    said = capsys.readouterr().err
+    assert f"holds {governed} made another way" in said and f"add {governed} to --components" in said and said.endswith(f"{back}\n")
+    assert make_some(folder, f"audio_embed,{governed}", *setting) == 0
+    assert make_some(folder, "audio_embed") == 2
+    assert f"or build with {' '.join(setting)}" in capsys.readouterr().err
+    assert make_some(folder, "audio_embed", *setting) == 0
+
+
+def test_what_was_begun_another_way_does_not_serve_on(tmp_path, monkeypatch):
+    monkeypatch.setitem(check.CHECKS, "audio_heads", lambda *_: (_ for _ in ()).throw(WorkError("off")))
+    assert make_some(tmp_path / "out", "audio_embed,audio_heads", "--device", "cuda", "--precision", "fp16") == 1
+    assert (tmp_path / "out" / ".build" / "next" / "audio_embed.onnx").exists()
+    assert make_some(tmp_path / "out", "text_embed", "--precision", "fp32") == 0
+    assert set(Manifest.read(tmp_path / "out").parts) == {"text_embed"}
+
+
 def test_a_whole_build_replaces_the_one_in_place(tiny_build):
     manifest = Manifest.read(tiny_build)
     same = lambda **changes: describe_change(tiny_build, str(TINY), manifest.source.fingerprint, manifest.recipe | changes)

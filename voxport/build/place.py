@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from voxport.build.folder import SCRATCH, STANDALONE, read_manifest
+from voxport.build.recipes import Recipe
 from voxport.build.swap import ARRIVING, LOCK, NEXT, TRASH, WORK, aside
 from voxport.errors import UserError
 from voxport.families import FAMILIES
 from voxport.files import is_same_file, read_any_json, read_json
-from voxport.manifest import MANIFEST_NAME, BuildManifest
+from voxport.manifest import MANIFEST_NAME, BuildManifest, Target
 
 WORK_NAMES = {LOCK, NEXT, ARRIVING, TRASH, SCRATCH, STANDALONE}  # all that a build leaves in its scratch space
 MANIFEST_KEYS = {"schema_version", "family"}  # of a manifest of any version
 TAKEN = ("LICENSE", "tokenizer.json", "tokenizer_config.json", "genai_config.json", "*.onnx", "*.onnx.data", "config.json")
-# of a recipe, what the user chooses, and what it is called
-SETTINGS = {"device": "device", "precision": "precision", "rounding": "recipe", "heads": "heads", "rope_table": "rope table",
-            "attention": "attention"}  # fmt: skip
+# of a recipe, what the user chooses: what it is called, and the flag that asks for it
+SETTINGS = {"device": ("device", "--device"), "precision": ("precision", "--precision"), "rounding": ("recipe", "--recipe"),
+            "heads": ("heads", "--heads-precision"), "rope_table": ("rope table", "--rope-table"),
+            "attention": ("attention", "--attention")}  # fmt: skip
 
 
 def check_place(output: Path, checkpoint: Path, flag: str = "--output") -> None:
@@ -93,13 +96,42 @@ def describe_change(output: Path, source: str, fingerprint: str, recipe: dict, w
     old, new = ({key: str(held.get(key) or "default") for key in SETTINGS} for held in (found.recipe, recipe))
     if old["precision"] != new["precision"]:
         old["rounding"] = new["rounding"]  # it says how int4 is rounded
-    changes = [f"{name} {new[key]} in place of {old[key]}" for key, name in SETTINGS.items() if new[key] != old[key]]
+    changes = [f"{name} {new[key]} in place of {old[key]}" for key, (name, _) in SETTINGS.items() if new[key] != old[key]]
     if found.source.fingerprint != fingerprint:
         return f"replaces the build in {output}: {', '.join([f'{source} in place of {_name(found, source)}', *changes])}"
     if not changes:
         return None
     verb, rest = ("replaces", "") if whole else ("changes", "; parts that were not asked for stay as they are")
     return f"{verb} the build in {output}: {', '.join(changes)}{rest}"
+
+
+def check_way(output: Path, recipe: Recipe, fingerprint: str, components: Collection[str]) -> None:
+    """UserError if parts of the finished build of this checkpoint in `output` would serve on beside these `components` and were made
+    for another target, or otherwise than by this `recipe`: the manifest speaks for all of them."""
+    found = read_manifest(output)
+    if found is None or found.source.fingerprint != fingerprint:
+        return
+    stay = {name: part for name, part in found.parts.items() if name not in components}
+    old, new = found.target, Target(recipe.device, recipe.precision)
+    if stay and old != new:
+        raise UserError(
+            f"--output {output} holds a {old.device}_{old.precision} build; parts of {new.device}_{new.precision} cannot be mixed in:"
+            f" leave out --components, name another --output, or build with {_flags(found.recipe, recipe.record())}"
+        )
+    other = [name for name, part in stay.items() if part.recipe != recipe.part_recipe(name, fingerprint)]
+    if other:
+        flags = _flags(found.recipe, recipe.record())
+        raise UserError(
+            f"--output {output} holds {', '.join(other)} made another way than this build is to be: add {','.join(other)} to --components,"
+            f" leave out --components, or name another --output{f', or build with {flags}' if flags else ''}"
+        )
+
+
+def _flags(old: dict, new: dict) -> str:
+    """The flags that ask for what an `old` recipe chose and a `new` one does not."""
+    differ = [(flag, old.get(key)) for key, (_, flag) in SETTINGS.items() if old.get(key) != new.get(key)]
+    told = " ".join(f"{flag} {value}" for flag, value in differ if value is not None)
+    return " and ".join([*([told] if told else []), *(f"no {flag}" for flag, value in differ if value is None)])
 
 
 def _name(found: BuildManifest, source: str) -> str:
