@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shlex
 import shutil
 from pathlib import Path
 
@@ -236,13 +237,39 @@ def test_a_build_that_cannot_speak_is_not_chosen_for_it(tiny_build, tmp_path, mo
     with pytest.raises(UserError, match="no build under .*onnx; make one with optimize.py"):
         find_build(None)
     place("partial", "llm_decoder", "audio_encoder")
-    with pytest.raises(UserError, match="onnx/partial lacks llm_decoder; add what is missing with optimize.py --components llm_decoder"):
+    command = f"python optimize.py --checkpoint {TINY} --output onnx/partial .* --components llm_decoder"
+    with pytest.raises(UserError, match=f"onnx/partial lacks llm_decoder; add what is missing with {command}, or"):
         find_build(None)
     place("whole", "audio_encoder")  # speaking does not take it
     assert find_build(None) == Path("onnx/whole") and find_build("onnx/partial") == Path("onnx/partial")
     place("other")
     with pytest.raises(UserError, match="several builds.*: onnx/other, onnx/whole$"):
         find_build(None)
+
+
+def test_what_is_missing_is_added_by_the_command_as_it_is_printed(tmp_path, capsys):
+    folder = tmp_path / "my builds"
+    chosen = ["--recipe", "rtn-64", "--heads-precision", "int8", "--rope-table", "exact"]
+    assert make_some(folder, "audio_embed", *chosen) == 0
+    said = capsys.readouterr().err.splitlines()[-1]
+    python, script, *arguments = shlex.split(said.partition("add what is missing with ")[2])
+    assert (python, script) == ("python", "optimize.py") and run_script(optimize.main, arguments) == 0
+    made = Manifest.read(folder)
+    assert made.lacks() == []
+    assert (made.recipe["rounding"], made.recipe["heads"], made.recipe["rope_table"]) == ("rtn-64", "int8", "exact")
+    *_, command = capsys.readouterr().err.splitlines()[-1].partition("; to clone voices: ")
+    assert shlex.split(command) == ["python", "optimize.py", *arguments[:-1], "audio_encoder"]
+
+
+def test_the_command_for_a_part_asks_for_what_the_build_was_made_of():
+    manifest = Manifest.read(built("axial_px"))
+    asked = optimize.parser().parse_args(shlex.split(manifest.rebuild_command("out", ["semantic_head"]))[2:])
+    made = manifest.generation
+    assert (asked.checkpoint, asked.output, asked.components) == (manifest.source.id, Path("out"), ("semantic_head",))
+    assert (asked.block_size, asked.context_mode, asked.steps) == (made.block_size, made.context_mode, made.steps)
+    assert (str(asked.codec), asked.attention, asked.precision) == (manifest.codec_path, None, "fp32")
+    explicit = dataclasses.replace(manifest, attention="explicit")
+    assert "--attention explicit" in explicit.rebuild_command("out", ["llm_decoder"])
 
 
 def test_speaking_takes_the_parts_of_the_residual_decoder_that_is_there():

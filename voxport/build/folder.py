@@ -165,7 +165,7 @@ class BuildFolder:
         if broken:
             raise UserError(
                 f"{self.folder}: files of {', '.join(broken)} are missing or cut; the build there is as it was, and what was made now is"
-                f" kept: make all of it whole with optimize.py --components {','.join(dict.fromkeys([*asked, *broken]))}"
+                f" kept: make all of it whole with {self.manifest.rebuild_command(self.folder, dict.fromkeys([*asked, *broken]))}"
             )
 
     def complete(self) -> None:

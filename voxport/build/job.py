@@ -104,7 +104,7 @@ def describe_result(output: Path, manifest: BuildManifest, components: tuple[str
     """What lies in the folder now, and what to do next: speak, or build what is missing of its `components`."""
     lacks = manifest.lacks()
     if lacks:
-        return f"built {output}: it cannot speak yet; add what is missing with --components {','.join(lacks)}"
+        return f"built {output}: it cannot speak yet; add what is missing with {manifest.rebuild_command(output, lacks)}"
     missing = [name for name in components if name not in manifest.parts]
-    clones = f"; to clone voices, add --components {','.join(missing)}" if missing else ""
+    clones = f"; to clone voices: {manifest.rebuild_command(output, missing)}" if missing else ""
     return f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav{clones}"
