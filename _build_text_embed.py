@@ -15,6 +15,7 @@ from voxport.build.checkpoint import Checkpoint
 from voxport.build.folder import BuildFolder
 from voxport.build.higgs import COMPONENTS, stream_text_embed
 from voxport.build.parts import TEXT_EMBED, plan_parts
+from voxport.build.place import check_place
 from voxport.build.prove import prove_whole
 from voxport.manifest import HIGGS, Manifest, Part, verify_files
 
@@ -67,6 +68,7 @@ def main(argv: list[str]) -> int:
     if manifest.family != HIGGS:
         raise UserError(f"{args.folder} holds a {manifest.family} build; only {HIGGS} builds have this {TEXT_EMBED}")
     checkpoint = open_source(manifest, args.checkpoint, args.codec_from)
+    check_place(args.folder, checkpoint.folder, flag="the build folder")
     start = time.perf_counter()
     verify_files(args.folder, manifest.files)
     with BuildFolder(args.folder, manifest, keep_intermediate=True) as folder:

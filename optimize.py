@@ -5,7 +5,7 @@ import json
 import sys
 from pathlib import Path
 
-from voxport.errors import DONE, EXIT_CODES, run_script, say, start_quietly
+from voxport.errors import DONE, EXIT_CODES, UserError, run_script, say, start_quietly
 
 if __name__ == "__main__":
     start_quietly()
@@ -27,7 +27,7 @@ def parser() -> argparse.ArgumentParser:
                    help="of the language model's weights; the codec is always fp32 (default: int4)")  # fmt: skip
     p.add_argument("--checkpoint", default=DEFAULT_ID, metavar="ID|DIR|demo",
                    help=f"hub id, folder, or 'demo' for the small one that comes with the toolkit (default: {DEFAULT_ID})")  # fmt: skip
-    p.add_argument("--output", type=Path, metavar="DIR", help="build folder (default: onnx/<device>_<precision>)")
+    p.add_argument("--output", type=folder_name, metavar="DIR", help="build folder (default: onnx/<device>_<precision>)")
     p.add_argument("--components", type=component_list, metavar="A,B",
                    help=f"parts to build, of {','.join(all_components())} (default: all that the checkpoint has)")  # fmt: skip
     p.add_argument("--recipe", choices=tuple(RECIPES), default=DEFAULT_RECIPE, metavar="NAME",
@@ -43,6 +43,13 @@ def parser() -> argparse.ArgumentParser:
     for family in FAMILIES.values():
         family.builder.add_flags(p)
     return p
+
+
+def folder_name(text: str) -> Path:
+    """UserError for no name, which would be the folder that the user is in."""
+    if not text:
+        raise UserError("--output: the name is empty; name a folder, or write . for the one here")
+    return Path(text)
 
 
 def component_list(text: str) -> tuple[str, ...]:

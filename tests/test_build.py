@@ -419,7 +419,8 @@ def test_a_part_that_was_harmed_is_not_lost_by_building_another(harm, scratch, c
     flags = ["--checkpoint", str(TINY), "--output", str(scratch), "--precision", "fp32", "--components", "text_embed"]
     assert run_script(optimize.main, flags) == 2
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "audio_embed are missing or cut" in said and "--components text_embed,audio_embed" in said
+    assert said.count("\n") == 1 and "audio_embed are missing or cut" in said
+    assert f"optimize.py --checkpoint {TINY} --output {scratch} --device cpu --precision fp32 --components text_embed,audio_embed" in said
     assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
     assert rebuild(scratch, capsys) == {"audio_embed"}
 
@@ -462,7 +463,8 @@ def test_a_partial_build_says_what_is_missing_and_a_whole_one_how_to_speak(scrat
     capsys.readouterr()
     build(TINY, scratch, "--precision", "fp32", "--components", "text_embed")
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith("it cannot speak yet; add what is missing with --components llm_decoder,audio_tokenizer")
+    command = f"python optimize.py --checkpoint {TINY} --output {scratch} --device cpu --precision fp32"
+    assert said.endswith(f"it cannot speak yet; add what is missing with {command} --components llm_decoder,audio_tokenizer")
     build(TINY, tiny_build, "--precision", "fp32")
     assert capsys.readouterr().err.splitlines()[-1].endswith('--text "..." --out x.wav')
 
@@ -471,7 +473,9 @@ def test_a_build_that_lacks_only_what_cloning_takes_says_so(tiny_build):
     manifest = Manifest.read(tiny_build)
     without = dataclasses.replace(manifest, parts={name: part for name, part in manifest.parts.items() if name != "audio_encoder"})
     assert without.lacks() == []
-    assert describe_result(tiny_build, without, COMPONENTS).endswith("--out x.wav; to clone voices, add --components audio_encoder")
+    said = describe_result(tiny_build, without, COMPONENTS)
+    assert f"--out x.wav; to clone voices: python optimize.py --checkpoint {TINY} --output {tiny_build}" in said
+    assert said.endswith("--components audio_encoder")
 
 
 def test_another_rope_table_makes_only_the_decoder_again(tiny_build, tiny_build_exact):
@@ -510,8 +514,8 @@ def test_a_part_that_fails_its_check_is_not_installed(scratch, monkeypatch, caps
 
 def test_a_build_that_was_cut_off_goes_on_where_it_stopped(tmp_path, capsys):
     folder = build(TINY, tmp_path / "half", "--precision", "fp32", "--components", "audio_embed,audio_heads")
-    (folder / ".build" / "staging").mkdir(parents=True)
-    (folder / ".build" / "staging" / "text_embed.onnx").write_bytes(b"half a graph")
+    (folder / ".build" / "scratch").mkdir(parents=True)
+    (folder / ".build" / "scratch" / "text_embed.onnx").write_bytes(b"half a graph")
     build(TINY, folder, "--precision", "fp32", "--components", "audio_embed,audio_heads,text_embed")
     assert set(Manifest.read(folder).parts) == {"audio_embed", "audio_heads", "text_embed"}
     assert not (folder / ".build").exists()

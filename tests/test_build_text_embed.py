@@ -136,6 +136,15 @@ def test_a_file_that_is_gone_beside_it_is_not_dropped_from_the_manifest(name, re
     assert {path.name: path.read_bytes() for path in scratch.iterdir()} == before
 
 
+def test_the_users_own_scratch_folder_is_not_taken(scratch, capsys):
+    mine = scratch / ".build" / "debug" / "app"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("mine", encoding="utf-8")
+    assert f"{scratch} holds .build, which a build would replace" in refusal(capsys, scratch)
+    assert mine.read_text(encoding="utf-8") == "mine"
+    shutil.rmtree(scratch / ".build")
+
+
 def test_an_extraction_that_is_kept_there_stays(scratch):
     kept = scratch / ".build" / "qwen3_standalone" / "config.json"
     kept.parent.mkdir(parents=True)

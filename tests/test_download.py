@@ -1,6 +1,7 @@
 """Finding a checkpoint: on the hub (a stand-in on this machine), in model/, in a folder; and staying off the network."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from checkpoints import CONFIG_FILES, tiny_tensors, with_duplicates, write_check
 from conftest import DEMO, ROOT, TINY, build, run_cli
 from hub import NEW_ID, OLD_ID, REVISION, serve
 
+from voxport.build import download as download_module
 from voxport.build.download import DEFAULT_ID, look_up
 from voxport.build.fetch import partial_path
 from voxport.errors import UserError
@@ -117,6 +119,12 @@ def test_an_unknown_repository_is_the_users_mistake(hub, tmp_path):
     assert "somebody/else" in message
 
 
+def test_a_download_that_all_but_fits_tells_two_sizes(monkeypatch, tmp_path):
+    monkeypatch.setattr(download_module, "free_disk", lambda path: 98e6)
+    with pytest.raises(UserError, match="needs 104 MB more, 98 MB is free"):
+        download_module.require_disk(104_000_000, NEW_ID, tmp_path)
+
+
 def test_an_unreachable_hub_is_one_line(hub, tmp_path):
     message = one_line(find(hub, tmp_path, NEW_ID, HF_ENDPOINT="http://127.0.0.1:9"), code=1)
     assert NEW_ID in message
@@ -127,7 +135,7 @@ def test_a_disk_that_is_too_small_is_seen_before_the_first_byte(hub, tmp_path):
     small = "import shutil\nshutil.disk_usage = lambda path: shutil._ntuple_diskusage(1 << 20, 0, 1 << 20)\n"
     (tmp_path / "sitecustomize.py").write_text(small)
     message = one_line(find(hub, tmp_path, NEW_ID, PYTHONPATH=f"{tmp_path}{os.pathsep}{ROOT}"), code=2)
-    assert "GB is free" in message
+    assert "1 MB is free" in message
     assert "--checkpoint" in message
     assert hub.fetched() == set()
 
@@ -230,7 +238,7 @@ def test_a_plan_fetches_no_weights_and_leaves_nothing(hub, tmp_path):
     assert hub.fetched() == {"config.json", "codec_config.json"}
     assert {path.name for path in tmp_path.iterdir()} <= {"hf"}
     first, *table = done.stdout.splitlines()
-    assert first.startswith(f"download: 0.0 GB of {NEW_ID} to come into model/higgs-tts-3-4b (")
+    assert re.match(rf"download: \d+ MB of {NEW_ID} to come into model/higgs-tts-3-4b \(", first)
     here = run_cli("optimize.py", "--checkpoint", TINY, "--plan", "--output", tmp_path / "new").stdout.splitlines()
     assert [line.split()[:7] for line in table[:-1]] == [line.split()[:7] for line in here[:-1]] and len(table) > 6
     part = plan(hub, tmp_path, "--components", "audio_embed").stdout.splitlines()

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, build
 from short_build import DEAD, NEVER, replace_text_embed
 
 import optimize
-from voxport.build import check, folder, higgs, swap
+from voxport.build import folder, higgs, swap, workshop
 from voxport.build.child import run_in_child
 from voxport.build.folder import BuildFolder
 from voxport.errors import UserError, WorkError, run_script
@@ -160,8 +160,8 @@ def test_an_interrupted_build_changes_nothing_and_the_next_run_keeps_what_was_fi
     def interrupt(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setitem(check.CHECKS, "text_embed", interrupt)
-    changed = ["--precision", "fp32", "--heads-precision", "int8", "--components", "audio_heads,text_embed"]
+    monkeypatch.setattr(workshop, "check_decoder", interrupt)
+    changed = ["--heads-precision", "int8", "--recipe", "rtn-64", "--components", "audio_heads,llm_decoder"]
     flags = ["--checkpoint", str(TINY), "--output", str(mine), *changed]
     assert run_script(optimize.main, flags) == 130
     assert listing(mine) == before

@@ -80,7 +80,7 @@ def test_too_little_memory_is_refused_before_anything_is_written(little, tmp_pat
     little(memory=0.1 * GB)
     said = refusal(capsys, "--output", str(tmp_path / "out"))
     assert "of memory" in said
-    assert "0.1 GB is available" in said
+    assert "100 MB is available" in said
     assert "copy the folder" in said
     assert not (tmp_path / "out").exists()
 
@@ -91,6 +91,20 @@ def test_too_little_disk_is_refused_with_the_flag_that_helps(little, tmp_path, c
     assert "of disk" in said
     assert "--output" in said
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "need, has, said",
+    [
+        (104e6, 98e6, "104 MB of memory, 98 MB is available"), (1e9, 999_999_999, "1.0 GB of memory, 999 MB is available"),
+        (9.32e9, 9.31e9, "9.4 GB of memory, 9.3 GB is available"), (5_000_001, 5e6, "6 MB of memory, 5 MB is available"),
+    ],
+)  # fmt: skip
+def test_what_is_needed_and_what_is_there_are_seen_to_differ(need, has, said):
+    with pytest.raises(UserError, match=f"needs {said}"):
+        Plan({"a": Need(need, 0, 0)}, Machine(has, 1e12), {}, Path("out")).require()
+    with pytest.raises(UserError, match=f"needs {said.replace('memory', 'disk').replace('available', 'free')}"):
+        Plan({"a": Need(0, need, 0)}, Machine(None, has), {}, Path("out")).require()
 
 
 def test_the_parts_that_would_fit_are_named():

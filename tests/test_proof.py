@@ -99,7 +99,7 @@ def test_a_body_too_large_to_be_packed_is_proved_from_its_file_and_verifies_to_t
     dataclasses.replace(manifest, proof=prove(folder, manifest)).write(folder)
     assert "llm_decoder" in Manifest.read(folder).proof.unpacked and manifest.proof.unpacked == []
     assert verify("--model-path", folder) == 0
-    assert "answers as the build proved them" in capsys.readouterr().err
+    assert "answers as the build proved them" in capsys.readouterr().out
     change_byte(folder, "audio_heads", byte=3, flip=0x04)
     assert verify("--model-path", folder) == 1
 

@@ -9,8 +9,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
+import shlex
 import types
 import typing
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from voxport.manifest_values import check_values
 
 SCHEMA_VERSION = 1
 MANIFEST_NAME = "manifest.json"
+DEFAULT_RECIPE = "rtn-32-asym"  # how int4 is rounded unless the user says otherwise; voxport/build/recipes.py has them all
 SPEAKING = ("llm_decoder", "text_embed", "audio_embed", "audio_heads", "audio_tokenizer")  # parts of a Higgs build, all but its encoder
 
 
@@ -204,7 +207,8 @@ class Proof:
 
 class BuildManifest:
     """What the manifests of all families can do. Each has `schema_version`, `family`, `created`, `target`, `source`, `licence`,
-    `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own; and `speaking_parts()`."""
+    `tools`, `recipe`, `dims`, `kv_cache`, `parts`, `files` and `proof`, and sections of its own; and `speaking_parts()` and
+    `own_flags()`."""
 
     @classmethod
     def read(cls, folder: str | os.PathLike) -> typing.Any:
@@ -236,11 +240,20 @@ class BuildManifest:
         """Write `folder/manifest.json` atomically."""
         write_json(Path(folder) / MANIFEST_NAME, dataclasses.asdict(self))
 
-    def part(self, name: str) -> Part:
-        """The part called `name`; a UserError says how to build it if the folder lacks it."""
+    def part(self, name: str, folder: str | os.PathLike | None = None) -> Part:
+        """The part called `name`; a UserError says how to build it, into `folder` if that is known, if the build lacks it."""
         if name not in self.parts:
-            raise UserError(f"this build has no {name}; add it with optimize.py --components {name}")
+            how = f"optimize.py --components {name}, its --checkpoint and --output"
+            raise UserError(f"this build has no {name}; add it with {how if folder is None else self.rebuild_command(folder, [name])}")
         return self.parts[name]
+
+    def rebuild_command(self, folder: str | os.PathLike, parts: Iterable[str]) -> str:
+        """What to type to make `parts` of this build in `folder` again, as the others were made."""
+        rounding = self.recipe.get("rounding")
+        chosen = {"--checkpoint": self.source.id, "--output": folder, "--device": self.target.device, "--precision": self.target.precision,
+                  "--recipe": rounding if rounding != DEFAULT_RECIPE else None, **self.own_flags(),
+                  "--components": ",".join(parts)}  # fmt: skip
+        return f"python optimize.py {' '.join(f'{flag} {shlex.quote(str(value))}' for flag, value in chosen.items() if value is not None)}"
 
     def lacks(self) -> list[str]:
         """The parts without which the build cannot speak; to clone a voice it may need more."""
@@ -288,6 +301,11 @@ class Manifest(BuildManifest):
     def speaking_parts(self) -> tuple[str, ...]:
         """Those that every utterance takes."""
         return SPEAKING
+
+    def own_flags(self) -> dict[str, typing.Any]:
+        """Of optimize.py, with what was chosen by them; None where that is the default."""
+        rope_table = self.recipe.get("rope_table")
+        return {"--rope-table": None if rope_table == "bf16" else rope_table, "--heads-precision": self.recipe.get("heads")}
 
 
 def refuse_part(path: str | os.PathLike) -> None:

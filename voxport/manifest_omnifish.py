@@ -126,3 +126,9 @@ class OmniFishManifest(BuildManifest):
         """Those that every utterance takes."""
         residual = (MTP_STEP,) if self.residual.kind == AXIAL else MTP_LAYERS
         return (BODY, TEXT_EMBED, AUDIO_EMBED, SEMANTIC_HEAD, *residual, CODEC_DECODER)
+
+    def own_flags(self) -> dict[str, typing.Any]:
+        """Of optimize.py, with what was chosen by them; None where that is the default."""
+        made = self.generation
+        return {"--codec": self.codec_path or None, "--block-size": made.block_size, "--context-mode": made.context_mode,
+                "--steps": made.steps, "--attention": None if self.attention == GQA else self.attention}  # fmt: skip

@@ -11,17 +11,16 @@ from pathlib import Path
 from voxport.build.download import Found, fetch_configs, require_disk
 from voxport.build.job import choose_family
 from voxport.build.plan import Plan
+from voxport.build.sizes import at_least, at_most
 from voxport.errors import say
 from voxport.families import FAMILIES
 from voxport.files import free_disk, share_disk
 
-GB = 1e9
-
 
 def plan_ahead(args: argparse.Namespace, found: Found, output: Path) -> None:
     """Print what download and build will need. UserError if either cannot fit."""
-    free = f"{free_disk(found.folder) / GB:.1f} GB"
-    say(f"download: {found.coming / GB:.1f} GB of {found.id} to come into {found.folder} ({free} free)", sys.stdout)
+    free = at_most(free_disk(found.folder))
+    say(f"download: {at_least(found.coming)} of {found.id} to come into {found.folder} ({free} free)", sys.stdout)
     plan = outline(args, found, output)
     if plan is None:
         say("what the build will need is told by the weights themselves: ask again once they are downloaded", sys.stdout)

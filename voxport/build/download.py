@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from voxport.build.fetch import fetch, partial_path, size_of
+from voxport.build.sizes import at_least, at_most
 from voxport.errors import UserError, WorkError
 from voxport.files import free_disk, is_folder
 
@@ -160,6 +161,6 @@ def require_disk(size: int, name: str, folder: Path) -> None:
     free = free_disk(folder)
     if size > free:
         raise UserError(
-            f"downloading {name} needs {size / 1e9:.1f} GB more, {free / 1e9:.1f} GB is free where {folder} lies; free some, or"
+            f"downloading {name} needs {at_least(size)} more, {at_most(free)} is free where {folder} lies; free some, or"
             " fetch it elsewhere and name that folder with --checkpoint"
         )

@@ -83,11 +83,13 @@ class BuildFolder:
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def _merge(self, manifest: Manifest) -> Manifest:
-        """`manifest` with the parts and files of earlier builds of the same checkpoint, those in place first. What was begun lists
-        parts that were to serve on from the build in place; they are not its own."""
+        """`manifest` with the parts and files of earlier builds of the same checkpoint, those in place first. What was begun
+        serves only if it was to be made in the same way, and lists parts that were to serve on from the build in place; they are not
+        its own."""
         parts, files = {}, {}
         for home, found in reversed(self._earlier):
-            if found.source.fingerprint == manifest.source.fingerprint:
+            same_way = home != self.next or (found.target, found.recipe) == (manifest.target, manifest.recipe)
+            if same_way and found.source.fingerprint == manifest.source.fingerprint:
                 own = lambda part: home != self.next or all(_has(home, name, record) for name, record in part.files.items())
                 parts |= {name: part for name, part in found.parts.items() if own(part)}
                 files |= found.files
@@ -163,7 +165,7 @@ class BuildFolder:
         if broken:
             raise UserError(
                 f"{self.folder}: files of {', '.join(broken)} are missing or cut; the build there is as it was, and what was made now is"
-                f" kept: make all of it whole with optimize.py --components {','.join(dict.fromkeys([*asked, *broken]))}"
+                f" kept: make all of it whole with {self.manifest.rebuild_command(self.folder, dict.fromkeys([*asked, *broken]))}"
             )
 
     def complete(self) -> None:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from voxport.build.place import check_source, describe_change
+from voxport.build.place import check_source, check_way, describe_change
 from voxport.build.plan import PROOF, Need, Plan, make_plan, remember_seconds
 from voxport.errors import UserError, say
 from voxport.families import FAMILIES, check_flags
@@ -38,8 +38,11 @@ class Job:
         return asked or self.components
 
     def check_output(self, output: Path, components: tuple[str, ...]) -> None:
-        """UserError if these parts cannot go into the folder for the build of something else that lies there."""
-        check_source(output, self.source, self.checkpoint.fingerprint(), self.is_whole(components))
+        """UserError if these parts cannot go into the folder for the build that lies there: of something else, or made another way."""
+        fingerprint, whole = self.checkpoint.fingerprint(), self.is_whole(components)
+        check_source(output, self.source, fingerprint, whole)
+        if not whole:
+            check_way(output, self.recipe, fingerprint, components)
 
     def is_whole(self, components: tuple[str, ...]) -> bool:
         """Whether these are all parts of the build."""
@@ -101,7 +104,7 @@ def describe_result(output: Path, manifest: BuildManifest, components: tuple[str
     """What lies in the folder now, and what to do next: speak, or build what is missing of its `components`."""
     lacks = manifest.lacks()
     if lacks:
-        return f"built {output}: it cannot speak yet; add what is missing with --components {','.join(lacks)}"
+        return f"built {output}: it cannot speak yet; add what is missing with {manifest.rebuild_command(output, lacks)}"
     missing = [name for name in components if name not in manifest.parts]
-    clones = f"; to clone voices, add --components {','.join(missing)}" if missing else ""
+    clones = f"; to clone voices: {manifest.rebuild_command(output, missing)}" if missing else ""
     return f"built {output}: python inference.py --model-path {output} --text \"...\" --out x.wav{clones}"

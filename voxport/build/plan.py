@@ -19,13 +19,13 @@ from voxport.build.folder import owned_files, read_manifest
 from voxport.build.llm import DECODER
 from voxport.build.parts import AUDIO_EMBED, AUDIO_ENCODER, AUDIO_HEADS, AUDIO_TOKENIZER, TEXT_EMBED
 from voxport.build.recipes import Recipe
+from voxport.build.sizes import GB, at_least, at_most
 from voxport.build.workshop import streams_table
 from voxport.errors import UserError, say
 from voxport.files import free_disk, read_json, write_json
 from voxport.memory import available_memory
 from voxport.run.trust import cache_folder
 
-GB = 1e9
 PYTHON = 0.65 * GB  # two interpreters: the build's, and its child with torch, Olive or ModelBuilder, and ONNX Runtime
 BYTES = {"fp32": 4.0, "fp16": 2.0, "int8": 1.2, "int4": 0.7}  # a weight, scales included
 OLIVE_COPIES = 4.0  # of a module's float32 weights while it is traced, exported and saved
@@ -146,10 +146,10 @@ class Plan:
         rows = [f"{'part':16} {'memory':>8} {'disk':>8} {'meanwhile':>10} {'last time':>10}"]
         for name, need in self.needs.items():
             last = f"{self.seconds[name]:.0f} s" if name in self.seconds else "-"
-            rows.append(f"{name:16} {_gb(need.memory)} {_gb(need.result)} {_gb(need.scratch):>10} {last:>10}")
-        has = _gb(self.machine.memory).strip() if self.machine.memory is not None else "unknown"
-        rows.append(f"needed at once: {_gb(self.memory).strip()} of memory ({has} available),"
-                    f" {_gb(self.disk).strip()} of disk ({_gb(self.machine.disk).strip()} free)")  # fmt: skip
+            rows.append(f"{name:16} {at_least(need.memory):>8} {at_least(need.result):>8} {at_least(need.scratch):>10} {last:>10}")
+        has = at_most(self.machine.memory) if self.machine.memory is not None else "unknown"
+        rows.append(f"needed at once: {at_least(self.memory)} of memory ({has} available),"
+                    f" {at_least(self.disk)} of disk ({at_most(self.machine.disk)} free)")  # fmt: skip
         return rows
 
     def tell(self) -> None:
@@ -166,12 +166,12 @@ class Plan:
         hungry = [name for name, need in self.needs.items() if need.memory > (self.machine.memory or math.inf)]
         if hungry:
             raise UserError(
-                f"{hungry[0]} needs {_gb(self.needs[hungry[0]].memory).strip()} of memory, {_gb(self.machine.memory).strip()} is"
+                f"{hungry[0]} needs {at_least(self.needs[hungry[0]].memory)} of memory, {at_most(self.machine.memory)} is"
                 f" available; close other programs, or {self._smaller(hungry)}"
             )
         if self.disk > self.machine.disk:
             raise UserError(
-                f"the build needs {_gb(self.disk).strip()} of disk, {_gb(self.machine.disk).strip()} is free where {self.output}"
+                f"the build needs {at_least(self.disk)} of disk, {at_most(self.machine.disk)} is free where {self.output}"
                 " lies; free some, or name a folder on another disk with --output"
             )
 
@@ -180,10 +180,6 @@ class Plan:
         if not fits:
             return "build on a machine with more memory and copy the folder"
         return f"build what fits with --components {','.join(fits)} and the rest on a machine with more"
-
-
-def _gb(size: float) -> str:
-    return f"{size / GB:5.1f} GB"
 
 
 def make_plan(

@@ -8,10 +8,11 @@ from voxport.build.llm import DECODER
 from voxport.build.parts import PartPlan, plan_parts
 from voxport.build.quantise import BlockFormat
 from voxport.errors import UserError
+from voxport.manifest import DEFAULT_RECIPE
 
-# Argued in README.md from benchmarks/recipes.json: what a frame reads, its speed and the time to round are those of rtn-32, the
-# weights are nearer. Both round as ModelBuilder's own int4 path does, the second but for a few exact ties (tests/test_quantise.py).
-DEFAULT_RECIPE = "rtn-32-asym"
+# DEFAULT_RECIPE is argued in README.md from benchmarks/recipes.json: what a frame reads, its speed and the time to round are those of
+# rtn-32, the weights are nearer. Both round as ModelBuilder's own int4 path does, the second but for a few exact ties
+# (tests/test_quantise.py).
 # 8 bits for the values and for the last matrix of the feed-forward, whose outputs are added to the residual stream unnormed
 WIDE = ("v_proj", "down_proj")
 RECIPES = {

@@ -225,7 +225,7 @@ def find_build(model_path: str | None) -> Path:
         raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in whole)}")
     for folder, missing in found.items():
         raise UserError(f"no build under {BUILDS} can speak: {folder.as_posix()} lacks {', '.join(missing)}; add what is missing with"
-                        f" optimize.py --components {','.join(missing)}, or name another build with --model-path")  # fmt: skip
+                        f" {Manifest.read(folder).rebuild_command(folder, missing)}, or name another build with --model-path")  # fmt: skip
     raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")
 
 

@@ -244,7 +244,7 @@ class Parts:
             self._graphs = {name: graph for name, graph in self._graphs.items() if name in names}
 
     def _size(self, name: str) -> int:
-        return sum(record.bytes for record in self.manifest.part(name).files.values())
+        return sum(record.bytes for record in self.manifest.part(name, self.folder).files.values())
 
     def providers(self) -> dict[str, str]:
         """The provider on which each loaded part really runs."""
@@ -270,13 +270,14 @@ class Parts:
 
     def check_files(self, name: str) -> None:
         """UserError if a file of a part is not what the build recorded."""
+        files = self.manifest.part(name, self.folder).files
         try:
-            self.verify(self.manifest.part(name).files)
+            self.verify(files)
         except UserError as error:
-            raise UserError(f"{error} ({name} alone: optimize.py --components {name})") from error
+            raise UserError(f"{error} ({name} alone: {self.manifest.rebuild_command(self.folder, [name])})") from error
 
     def _load(self, name: str) -> Graph:
-        part = self.manifest.part(name)
+        part = self.manifest.part(name, self.folder)
         self.check_files(name)
         check_external(self.folder / part.graph, set(part.files))
         threads, packed = 1 if name in LOOKUPS else self.engine.threads, name not in self.unpacked
