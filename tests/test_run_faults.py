@@ -2,7 +2,7 @@
 
 import dataclasses
 import json
-import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -83,7 +83,7 @@ def test_a_full_disk_keeps_no_voice_from_speaking(tmp_path, monkeypatch):
 def test_a_voice_that_cannot_be_deleted_is_told(tmp_path, monkeypatch):
     shelf = Shelf(tmp_path / "voices")
     shelf.save("Anna", speaker(), VOICE)
-    monkeypatch.setattr(shutil, "rmtree", full_disk)
+    monkeypatch.setattr(Path, "unlink", full_disk)
     with pytest.raises(WorkError, match="cannot delete the voice Anna"):
         shelf.delete("Anna")
     assert shelf.names() == ["Anna"]
