@@ -11,7 +11,7 @@ from voxport.errors import BY_SIGNALS, DONE, FAILED, UserError, run_script, say,
 if __name__ == "__main__":
     start_quietly()
 
-from voxport.files import is_folder, write_json
+from voxport.files import is_folder, read_utf8, write_json
 from voxport.judge import report
 from voxport.judge.finding import PASS, verdict
 from voxport.judge.listeners import Resemblyzer, Whisper
@@ -57,10 +57,7 @@ def read_texts(given: Path | None, checkpoint: Path) -> list[str]:
     path = given or checkpoint / TEXTS_NAME
     if given is None and not path.is_file():
         return list(DEFAULT_TEXTS)
-    try:
-        texts = [line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--texts {path} cannot be read ({error})") from error
+    texts = [line.strip() for line in read_utf8(path, "--texts").splitlines() if line.strip()]
     if not texts:
         raise UserError(f"--texts {path} holds no text")
     return texts

@@ -63,10 +63,15 @@ def resolve(place: str) -> typing.Any:
     return getattr(importlib.import_module(module), name)
 
 
+def spell(flag: str) -> str:
+    """A flag as it is typed."""
+    return f"--{flag.replace('_', '-')}"
+
+
 def check_flags(arguments: typing.Any, name: str, flags: typing.Mapping[str, tuple[str, ...]], what: str) -> None:
     """UserError naming the first flag given that only other families know. `flags` maps each family to those of its own;
     `what` is what was given: a build, a checkpoint."""
     foreign = [flag for family, own in flags.items() if family != name for flag in own if flag not in flags[name]]
     for flag in foreign:
         if getattr(arguments, flag, None) is not None:
-            raise UserError(f"--{flag.replace('_', '-')} has no use with a {what} of the family {name}")
+            raise UserError(f"{spell(flag)} has no use with a {what} of the family {name}")

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from voxport.errors import EXIT_CODES, UserError
-from voxport.families import FAMILIES
+from voxport.families import FAMILIES, spell
 from voxport.files import is_same_file
 from voxport.manifest import MANIFEST_NAME, Manifest
 from voxport.run.audio import ENCODINGS, FORMATS, Form, check_output
@@ -152,7 +152,7 @@ def _check_alone(arguments: argparse.Namespace) -> bool:
     """Whether a flag is given that does something else than speak; UserError if that leaves another flag nothing to do."""
     given = [flag for flag in CHECKS if getattr(arguments, flag) not in (None, False)]
     if given:
-        _refuse(arguments, (*given[1:], *text_flags(), *SPEAKING), f"with {_spell(given[0])}, which does one thing and stops")
+        _refuse(arguments, (*given[1:], *text_flags(), *SPEAKING), f"with {spell(given[0])}, which does one thing and stops")
     return bool(given)
 
 
@@ -160,11 +160,7 @@ def _refuse(arguments: argparse.Namespace, flags: Sequence[str], why: str) -> No
     """UserError for the first of `flags` that is given."""
     for flag in flags:
         if getattr(arguments, flag) not in (None, False):
-            raise UserError(f"{_spell(flag)} does not go {why}")
-
-
-def _spell(flag: str) -> str:
-    return f"--{flag.replace('_', '-')}"
+            raise UserError(f"{spell(flag)} does not go {why}")
 
 
 def _check_lines(arguments: argparse.Namespace) -> None:
@@ -223,7 +219,8 @@ def find_build(model_path: str | None) -> Path:
         return whole[0]
     if whole:
         raise UserError(f"several builds, choose one with --model-path: {', '.join(path.as_posix() for path in whole)}")
-    for folder, missing in found.items():
+    if found:
+        folder, missing = next(iter(found.items()))
         raise UserError(f"no build under {BUILDS} can speak: {folder.as_posix()} lacks {', '.join(missing)}; add what is missing with"
                         f" {Manifest.read(folder).rebuild_command(folder, missing)}, or name another build with --model-path")  # fmt: skip
     raise UserError(f"no build under {BUILDS.resolve()}; make one with optimize.py or name one with --model-path")

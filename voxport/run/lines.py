@@ -21,7 +21,6 @@ from voxport.files import (
     LONGEST_NAME,
     check_plain_name,
     check_target,
-    is_file,
     is_reserved,
     is_same_file,
     parse_json,
@@ -169,11 +168,12 @@ class Recital:
             try:
                 if line.fault:
                     raise UserError(line.fault)
-                if self._is_done(line):
+                told = self._told(line)
+                if told is not None and self._is_done(line, told):
                     others.append(Outcome(line, self._path(line)))
                     continue
                 wish = self._wish(line)
-                self._check_place(line, wish)
+                self._check_place(line, wish, told)
                 parts = self._script.plan(self.speaker, wish, self.part_tokens)
                 if len(parts) > 1:
                     others.append(self._keep(line, self._script.read(self.speaker, wish, parts, size)))
@@ -184,12 +184,11 @@ class Recital:
             begun.append(line)
             yield wish
 
-    def _check_place(self, line: Line, wish: Any) -> None:
-        """UserError if the line's files would take the place of something that no such run has made."""
+    def _check_place(self, line: Line, wish: Any, told: dict | None) -> None:
+        """UserError if the line's files would take the place of something that no such run has made, as far as is `told`."""
         path, report = check_target(self._path(line)), self._report_path(line)
         if isinstance(wish.ref_audio, (str, os.PathLike)) and is_same_file(wish.ref_audio, path):
             raise UserError(f"{path} is the recording of the voice itself; choose another name or --out-dir, it would be lost")
-        told = self._told(line)
         strange = next((each for each in (path, report) if os.path.lexists(each)), None)
         if strange is not None and told is None:
             raise UserError(f"{strange} would be lost: no report beside it says that it was made from lines; delete it, or choose another"
@@ -219,12 +218,9 @@ class Recital:
     def _report_path(self, line: Line) -> Path:
         return self.folder / f"{line.name}.json"
 
-    def _is_done(self, line: Line) -> bool:
-        """Whether this very line was spoken by this very build before, to the end."""
-        told = self._told(line)
-        if told is None or told["asks"] != self._asks(line) or told["build"] != self.build or not is_file(self._path(line)):
-            return False
-        return not self._differs(line, told)
+    def _is_done(self, line: Line, told: dict) -> bool:
+        """Whether what is `told` is that this very line was spoken by this very build before, to the end, and it is still there."""
+        return told["asks"] == self._asks(line) and told["build"] == self.build and not self._differs(line, told)
 
     def _differs(self, line: Line, told: dict) -> bool:
         """Whether the sound that is there is not the one that was told of."""

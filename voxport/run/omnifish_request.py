@@ -26,7 +26,7 @@ from voxport.run.omnifish_text import (
     speakers,
     style_text,
 )
-from voxport.run.request import DRAWN_SEEDS
+from voxport.run.request import DRAWN_SEEDS, check_kinds
 from voxport.run.sampler import check_frames, check_sampling, check_seed
 from voxport.run.text import Script, check_script, frame_cap
 from voxport.run.values import is_number, is_whole
@@ -104,18 +104,13 @@ class Request:
 
 def check_wish(wish: Wish, manifest: OmniFishManifest) -> Request:
     """Check text, names, settings and reference, the cheapest first; UserError names what is wrong."""
-    if not isinstance(wish, Wish):
-        raise UserError(f"what is to be spoken is a Wish, not {type(wish).__name__}")
+    check_kinds(wish, Wish, Voice)
     script = check_text(wish, manifest)
     settings = choose_settings(wish, manifest)
     max_frames = choose_frames(wish, script, manifest)
     around = [tuple(check_script(text, what, manifest, wish.tags).text for text in texts)
               for what, texts in (("the text before", wish.before), ("the text after", wish.after))]  # fmt: skip
     style = style_text(check_name(wish.language, manifest.prompt.languages, "language"), choose_instruct(wish, manifest))
-    if not isinstance(wish.voice, (Voice, type(None))):
-        raise UserError(f"a voice is what Speaker.hear or Shelf.load gave, not {type(wish.voice).__name__}")
-    if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
-        raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
     reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
     return Request(
         text=script.text,

@@ -62,18 +62,25 @@ class Request:
 
 def check_wish(wish: Wish, manifest: Manifest) -> Request:
     """Check text, settings and reference, the cheapest first; UserError names what is wrong."""
-    if not isinstance(wish, Wish):
-        raise UserError(f"what is to be spoken is a Wish, not {type(wish).__name__}")
+    check_kinds(wish, Wish, Voice)
     script = check_script(wish.text, "the text", manifest, wish.tags)
     dice = choose_dice(wish, manifest)
     max_frames = choose_frames(wish, script, manifest)
-    if not isinstance(wish.voice, (Voice, type(None))):
-        raise UserError(f"a voice is what Speaker.hear or Shelf.load gave, not {type(wish.voice).__name__}")
-    if wish.voice is not None and (wish.ref_audio is not None or wish.ref_text):
-        raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
     reference, ref_text, warnings = check_reference(wish.ref_audio, wish.ref_text, wish.tags, manifest)
     warnings += script.warnings + (() if not is_greedy(dice.sampling) else (GREEDY_WARNING,))
     return Request(script, ref_text, reference, wish.voice, dice, max_frames, warnings)
+
+
+def check_kinds(wish: object, kind: type, voice: type) -> None:
+    """UserError unless a wish is of a family's own `kind`, and its voice, if it has one, of its `voice` and without a reference."""
+    if not isinstance(wish, kind):
+        raise UserError(f"what is to be spoken is a Wish, not {type(wish).__name__}")
+    if wish.voice is None:
+        return
+    if not isinstance(wish.voice, voice):
+        raise UserError(f"a voice is what Speaker.hear or Shelf.load gave, not {type(wish.voice).__name__}")
+    if wish.ref_audio is not None or wish.ref_text:
+        raise UserError("a voice that was saved brings its own reference; leave out --voice, or --ref-audio and --ref-text")
 
 
 def check_reference(
